@@ -97,6 +97,45 @@ test("leaving a conversation saves and stops its response, and not that of the n
   await second;
 });
 
+test("of two conversations that load at once, the one that was chosen last is shown", async () => {
+  const { server, chat } = start();
+  const responses = new Map();
+  server.fetch = (path) => new Promise((resolve) => { responses.set(path, resolve); });
+  const chatOfTwo = new Chat(new Api({ getItem: () => "" }, server.fetch));
+  const opened = [chatOfTwo.open("slow"), chatOfTwo.open("fast")];
+  for (const id of ["fast", "slow"]) responses.get(`/conversations/${id}`)(Response.json({ id, leaf: null, settings: {}, messages: [] }));
+  await Promise.all(opened);
+  assert.equal(chatOfTwo.conversation.id, "fast");
+  const late = chat.open("slow");
+  chat.start();
+  await late;
+  assert.equal(chat.conversation.id, null);
+});
+
+test("a message is not added to a conversation that is opened meanwhile", async () => {
+  const { chat } = start();
+  const sent = chat.send("Hi", [], "tiny");
+  chat.start();
+  await assert.rejects(sent, /another conversation was opened/);
+  assert.deepEqual([chat.conversation.id, chat.conversation.messages], [null, []]);
+});
+
+test("saves reach the server in order, also if one takes long", async () => {
+  const { server, chat } = start();
+  await chat.send("Hi", [], "tiny");
+  const finished = [];
+  const slow = async (path, init) => {
+    const { leaf } = JSON.parse(init.body);
+    await new Promise((resolve) => setTimeout(resolve, leaf === "a" ? 50 : 0));
+    finished.push(leaf);
+    return server.fetch(path, init);
+  };
+  const later = new Chat(new Api({ getItem: () => "" }, slow));
+  later.conversation = chat.conversation;
+  await Promise.all([later.select("a"), later.select("b")]);
+  assert.deepEqual(finished, ["a", "b"]);
+});
+
 test("a failed request keeps the question and says why", async () => {
   const { server, chat } = start();
   server.failure = "the engine crashed";

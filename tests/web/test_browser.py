@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,12 +172,23 @@ def test_stop_ends_a_request_in_its_prefill(page: Page, server: ServerProcess) -
     assert "strong" in get_last_text(page)
 
 
-def test_an_edit_makes_a_branch_that_appears_in_the_tree(page: Page, server: ServerProcess) -> None:
+def test_an_edit_makes_a_branch_that_appears_in_the_tree(
+    page: Page, server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watcher = page.context.new_page()
+    watcher.goto(f"{server.url}/#/cache")
+    expect(watcher.locator(".live-requests")).to_contain_text("Nothing is running")
     shared = "A question about rivers that is long enough to share a prefix: "
     ask(page, f"{shared}the Rhine?")
     page.get_by_role("button", name="Edit: a new branch").first.click()
     page.locator("textarea.edit").fill(f"{shared}the Danube?")
     page.get_by_role("button", name="Send as a new branch").click()
+    started = time.perf_counter()
+    expect(watcher.locator('g.node[aria-label*="Danube"]')).to_have_count(1)
+    seconds = time.perf_counter() - started
+    with capsys.disabled():
+        print(f"\na branch is drawn {seconds:.2f} s after it was sent")
+    watcher.close()
     expect(page.locator(".branch-number").first).to_have_text("2/2")
     wait_for_response(page)
     page.get_by_role("button", name="Regenerate").click()
@@ -212,6 +224,18 @@ def test_a_reload_keeps_branches_settings_and_the_open_conversation(page: Page) 
     page.locator("#settings").click()
     expect(page.locator("ag-settings textarea").first).to_have_value("You are a lighthouse.")
     expect(page.locator("ag-settings input[name=temperature]")).to_have_value("0.5")
+
+
+def test_a_title_can_be_written_while_the_list_is_refreshed(page: Page) -> None:
+    ask(page, "What is a title?")
+    row = page.locator(".conversations .current")
+    row.hover()
+    row.get_by_role("button", name="Rename").click()
+    page.keyboard.type("A title ")
+    page.locator("ag-sidebar").evaluate("sidebar => sidebar.refresh()")  # as when a response is saved
+    page.keyboard.type("of two parts")
+    page.keyboard.press("Enter")
+    expect(page.locator(".conversations .current .title")).to_have_text("A title of two parts")
 
 
 def test_a_killed_engine_shows_and_recovers(page: Page, server: ServerProcess) -> None:
@@ -393,6 +417,23 @@ def test_a_prefix_is_pinned_exported_continued_forked_and_forgotten(page: Page, 
     press("Forget")
     expect(page.locator(f'g.node[aria-label*="{label}"]')).to_have_count(0)
     assert not [found for found in get_tree(server, HOSTILE_MODEL)["nodes"] if label in found["text"]]
+
+
+def test_a_click_counts_although_the_page_draws_during_it(page: Page, server: ServerProcess) -> None:
+    server.post("/cache/clear", {"model": HOSTILE_MODEL})
+    ask(page, "Which lighthouse is the tallest one in Europe?")
+    page.locator(".tab").filter(has_text="Cache").click()
+
+    def press(selector: str, redraw: str) -> None:
+        page.locator(selector).first.hover()
+        page.mouse.down()
+        page.locator("ag-tree").evaluate(redraw)
+        page.mouse.up()
+
+    press('g.node[aria-label*="lighthouse"]', "tree => tree.draw()")
+    expect(page.locator('g.node.selected[aria-label*="lighthouse"]')).to_have_count(1)
+    press(".card button:has-text('Pin')", "tree => tree.dispatchEvent(new CustomEvent('hover', { detail: null }))")
+    expect(page.locator("g.node.selected.pinned")).to_have_count(1)
 
 
 def build_large_tree(size: int) -> dict[str, Any]:

@@ -862,8 +862,8 @@ class Model(Closeable):
         """Return the cached prefixes of a salt as a tree: where each one lies, who shares it, and its checkpoints.
 
         Beyond `max_nodes`, the least recently used branches are folded into the nodes above them. `since` is the
-        version of an earlier tree: the result is None if nothing has changed. The engine builds the tree in slices of
-        a millisecond between its steps.
+        version of an earlier tree: the result is None if nothing has changed. The tree is built while the engine waits
+        for llama.cpp or for requests.
 
         >>> completion = model.complete("The rain in Spain", max_tokens=1)
         >>> any(node.sequence is not None and node.end >= 4 for node in model.get_tree().nodes)

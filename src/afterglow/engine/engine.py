@@ -89,7 +89,7 @@ class Engine:
         self.speculator = Speculator(self.settings, capabilities, self.prefix_cache.cost_model, drafters, rollback)
         self.constraint_factory = TokenConstraintFactory(backend.token_bytes)  # thread-safe
         self.media_scheduler = MediaScheduler(backend.projector, self.interner, self.settings)
-        self.sliced_work = SlicedWork()  # runs between steps
+        self.sliced_work = SlicedWork()  # runs during decodes
         self._max_media_rows = capabilities.batch_cells  # media rows that the next decode may hold
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[WaitingJob] = deque()
@@ -165,7 +165,6 @@ class Engine:
 
     def step(self) -> list[EngineEvent]:
         """Run at most one decode. Return the events since the last step."""
-        self.sliced_work.run_slice()
         self._is_consistent = False
         self._end_cancelled_and_expired()
         self._admit_waiting()
@@ -176,7 +175,9 @@ class Engine:
         elif batch := self._schedule():
             self._decode(batch)
         elif self._running and not self._events:
-            self.media_scheduler.wait()
+            with self.sliced_work.run_meanwhile("media"):
+                self.media_scheduler.wait()
+        self.sliced_work.ensure_progress()
         self._is_consistent = True
         events, self._events = self._events, []
         return events
@@ -399,7 +400,8 @@ class Engine:
             self._decoding_jobs = jobs
         started_at = time.perf_counter()
         try:
-            self.backend.decode(spans)
+            with self.sliced_work.run_meanwhile("decode"):
+                self.backend.decode(spans)
         except KVCacheFull as error:
             self._free_cells(jobs, error)
             return
@@ -423,6 +425,8 @@ class Engine:
                 self.media_scheduler.release_decoded(running)
         forced -= sum([running.forced_entries for running in jobs])  # those that this decode computed
         rows, draft_tokens = self.counters.record_decode(spans, recomputed)
+        if self.sliced_work:
+            self._wait_for_logits(spans)
         for index, (running, span) in enumerate(zip(jobs, spans, strict=True)):
             if span.outputs:
                 tokens += self._sample(running, index, len(span.entries) - span.outputs)
@@ -442,6 +446,14 @@ class Engine:
             self.counters.prompt_entries += rows
             self.speculator.loss_budget.elapsed_seconds += seconds
             self.prefix_cache.cost_model.record_prefill(rows, seconds)
+
+    def _wait_for_logits(self, spans: list[DecodeSpan]) -> None:
+        """Run sliced work until a GPU has computed the logits. On a CPU the decode itself has waited."""
+        for index, span in enumerate(spans):
+            if span.outputs:
+                with self.sliced_work.run_meanwhile("logits"):
+                    self.backend.get_logits(index, len(span.entries) - span.outputs)
+                return
 
     def _sample(self, running: RunningJob, span: int, row: int) -> int:
         """Sample the job's next tokens after `row`, its last known entry. Return how many there are."""

@@ -1,21 +1,32 @@
-"""Long work on the engine thread, divided into slices that run between two steps."""
+"""Long work over the state of an engine, in slices that run while the engine thread does not use this state."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import threading
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from afterglow.errors import AfterglowError
 
 ResultT = TypeVar("ResultT")
-SLICE_SECONDS = 0.0005  # of one slice, which delays a step of the engine; the last turn may exceed it
+WaitKind: TypeAlias = Literal["decode", "logits", "media", "command"]
+SLICE_SECONDS = 0.0005  # of one slice; the last turn may exceed it
+PAUSE_SECONDS = 0.00005  # between two slices: otherwise the engine thread waits 5 ms for the interpreter lock
+USED_FRACTION = 0.8  # of the expected duration of a wait
+RECENT_WAITS = 4  # a wait is expected to last as long as the shortest of these
 
 
 class SlicedWork:
     """Queue of generators that yield often. Their return values are the results of futures.
+
+    The engine thread owns the state that they read. While it waits for native code, it lends the state to a thread
+    that continues the generators and stops before the wait is expected to end, so that the engine does not wait for
+    it. This thread exists only while the queue is not empty.
 
     >>> def count(limit):
     ...     for number in range(limit):
@@ -23,14 +34,20 @@ class SlicedWork:
     ...     return limit
     >>> work = SlicedWork()
     >>> future = work.add(count(3))
-    >>> while work.run_slice():
-    ...     pass
-    >>> future.result()
+    >>> with work.run_meanwhile("command"):
+    ...     future.result()
     3
     """
 
     def __init__(self) -> None:
         self._queue: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
+        self._recent: dict[WaitKind, deque[float]] = {}  # durations of waits in seconds
+        self._state_lock = threading.Lock()  # held by the thread that may use the state of the engine
+        self._state_lock.acquire()
+        self._waits = threading.Semaphore(0)  # one for each wait in which the thread may run
+        self._deadline = 0.0  # of the last slice in the current wait
+        self._thread: threading.Thread | None = None
+        self._has_progress = False
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -41,10 +58,64 @@ class SlicedWork:
         self._queue.append((work, future))
         return future
 
+    @contextlib.contextmanager
+    def run_meanwhile(self, kind: WaitKind) -> Iterator[None]:
+        """Continue the work on another thread inside a block that waits and does not use the state of the engine.
+
+        A wait for a command has no expected end; others are expected to last as long as the last ones of their kind.
+        """
+        if not self._queue:
+            yield
+            return
+        recent = self._recent.setdefault(kind, deque(maxlen=RECENT_WAITS))
+        expected = math.inf if kind == "command" else USED_FRACTION * min(recent, default=0.0)
+        started = time.perf_counter()
+        try:
+            if expected < SLICE_SECONDS:
+                yield
+            else:
+                with self._lend_state(started + expected):
+                    yield
+        finally:
+            recent.append(time.perf_counter() - started)
+
+    @contextlib.contextmanager
+    def _lend_state(self, deadline: float) -> Iterator[None]:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="afterglow-slices", daemon=True)
+            self._thread.start()
+        self._deadline = deadline
+        self._waits.release()
+        self._state_lock.release()
+        try:
+            yield
+        finally:
+            self._state_lock.acquire()
+
+    def _run(self) -> None:
+        while True:
+            self._waits.acquire()
+            while True:
+                with self._state_lock:
+                    if not self._queue:
+                        self._thread = None
+                        return
+                    if time.perf_counter() > self._deadline:
+                        break
+                    self.run_slice()
+                time.sleep(PAUSE_SECONDS)
+
+    def ensure_progress(self) -> None:
+        """Run a slice on this thread if none ran since the last call: work ends even if all waits are short."""
+        if self._queue and not self._has_progress:
+            self.run_slice()
+        self._has_progress = False
+
     def run_slice(self, seconds: float = SLICE_SECONDS) -> bool:
         """Continue the first generator for at least one turn and about `seconds`; return False if there is none."""
         if not self._queue:
             return False
+        self._has_progress = True
         work, future = self._queue[0]
         deadline = time.perf_counter() + seconds
         try:
@@ -66,3 +137,8 @@ class SlicedWork:
             work, future = self._queue.popleft()
             work.close()
             future.set_exception(error)
+        if (thread := self._thread) is not None:
+            self._waits.release()
+            self._state_lock.release()
+            thread.join()
+            self._state_lock.acquire()

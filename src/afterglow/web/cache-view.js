@@ -27,12 +27,16 @@ export class CacheView extends HTMLElement {
   #selected = null;
   #watching = null; // AbortController while the view is shown
   #dirty = 0;
+  #looks = 0; // at the tree: number of the last one that was asked for
+  #shownLook = 0;
+  #isLooking = false;
   #hasNewRequests = false;
   #frame = 0;
   #totals = h("p", { class: "totals", "aria-live": "polite" });
   #legend = h("ul", { class: "legend", "aria-label": "Colours" }, TIERS.map(([tier, name]) => h("li", {}, h("span", { class: `swatch tier-${tier}` }), name)));
   #view = h("ag-tree");
   #card = h("aside", { class: "card", "aria-live": "polite" });
+  #actions = null; // buttons of the selected node in the card
   #requestsView = h("ag-requests");
 
   setUp(api, session) {
@@ -43,7 +47,7 @@ export class CacheView extends HTMLElement {
     this.append(head, h("div", { class: "cache-body" }, this.#view, this.#card), this.#requestsView);
     this.#view.addEventListener("select", (event) => this.#select(event.detail));
     this.#view.addEventListener("hover", (event) => this.#showCard(event.detail ?? this.#selected));
-    session.addEventListener("models", () => { if (this.#watching && this.#tree?.model !== session.model) this.#reload(); });
+    session.addEventListener("models", () => { if (this.#watching && this.#tree?.model !== session.model) this.#reload().catch(() => {}); });
     this.#showCard(null);
     return this;
   }
@@ -62,7 +66,7 @@ export class CacheView extends HTMLElement {
   }
 
   async #watch(signal) {
-    const poll = setInterval(() => this.#loadTree(), 1000 * POLL_SECONDS);
+    const poll = setInterval(() => { if (!this.#isLooking) this.#loadTree(); }, 1000 * POLL_SECONDS);
     signal.addEventListener("abort", () => clearInterval(poll));
     while (!signal.aborted) {
       try {
@@ -86,18 +90,23 @@ export class CacheView extends HTMLElement {
     const { model } = this.#session;
     if (!model || !this.#watching) return;
     const since = this.#tree?.model === model ? `&since=${this.#tree.version}` : "";
+    const look = ++this.#looks;
+    this.#isLooking = true;
     try {
       const tree = await this.#api.get(`/tree?model=${encodeURIComponent(model)}&max_nodes=${MAX_NODES}${since}`);
-      if (!tree || model !== this.#session.model) return;
+      if (!tree || model !== this.#session.model || look < this.#shownLook) return; // or a newer one is shown
+      this.#shownLook = look;
       this.#tree = tree;
       this.#showTree();
     } catch (error) {
       if (error.status > 0 && error.status < 500) this.#report(error); // a restart of the engine shows in its state
+    } finally {
+      if (look === this.#looks) this.#isLooking = false;
     }
   }
 
   #onEvent(event) {
-    if (event.type === "gap") return this.#reload();
+    if (event.type === "gap") return void this.#reload().catch(() => {}); // the next event or poll tries again
     const next = applyEvent(this.#requests, event);
     if (next !== this.#requests) {
       this.#requests = next;
@@ -108,7 +117,6 @@ export class CacheView extends HTMLElement {
     }
     this.#hasNewRequests ||= LIST_EVENTS.has(event.type);
     if (!QUIET_EVENTS.has(event.type)) this.#dirty ||= setTimeout(() => this.#settle(), 1000 * SETTLE_SECONDS);
-    return undefined;
   }
 
   async #settle() {
@@ -149,16 +157,25 @@ export class CacheView extends HTMLElement {
   #showCard(node) {
     this.#card.classList.toggle("empty", !node);
     if (!node) {
+      this.#actions = null;
       replace(this.#card, h("p", {}, "Width is tokens, height is the number of conversations that share them. Select a prefix for its details; double-click or Enter zooms in, Escape zooms out."));
       return;
     }
     const facts = h("dl", {}, listFacts(node).map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]));
-    replace(this.#card, h("p", { class: "prefix-text" }, cleanPrefix(node.text) || "no text"), facts, node.id === this.#selected?.id ? this.#buildActions(node) : null);
+    const text = h("p", { class: "prefix-text" }, cleanPrefix(node.text) || "no text");
+    const key = node.id === this.#selected?.id ? `${this.#session.model} ${node.id} ${node.pinned}` : null;
+    if (key && this.#actions?.dataset.key === key) { // a button that is removed while it is pressed is not clicked
+      while (this.#card.firstChild !== this.#actions) this.#card.firstChild.remove();
+      this.#actions.before(text, facts);
+      return;
+    }
+    this.#actions = key && this.#buildActions(node, key);
+    replace(this.#card, text, facts, this.#actions);
   }
 
-  #buildActions(node) {
+  #buildActions(node, key) {
     const action = (path, label, run) => h("button", { type: "button", class: "quiet", onclick: () => this.#run(run) }, icon(path), label);
-    return h("div", { class: "actions" },
+    return h("div", { class: "actions", "data-key": key },
       action(icons.PLAY, "Continue from here", () => this.#continue(node, false)),
       action(icons.FORK, "Fork", () => this.#continue(node, true)),
       action(icons.PIN, node.pinned ? "Unpin" : "Pin", () => this.#post(node.pinned ? "unpin" : "pin", node)),

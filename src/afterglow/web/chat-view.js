@@ -54,18 +54,25 @@ export class ChatView extends HTMLElement {
 
   // --- actions
 
-  async #send({ text, files }) {
-    if (this.#chat.generation || this.#isSending) return;
+  #send({ text, files }) {
     const missing = this.#findMissingKind();
     if (missing) return this.#report(`${this.#session.model} does not accept ${missing}.`);
+    return this.#generate(async () => {
+      this.#composer.clear();
+      try {
+        await this.#chat.send(text, files, this.#session.model);
+      } catch (error) {
+        this.#composer.restore(text, files);
+        throw error;
+      }
+    });
+  }
+
+  /** Run work that ends in a response, unless one is on its way: a second click does nothing. */
+  async #generate(work) {
+    if (this.#chat.generation || this.#isSending) return;
     this.#isSending = true;
-    this.#composer.clear();
-    try {
-      await this.#chat.send(text, files, this.#session.model);
-    } catch (error) {
-      this.#composer.restore(text, files);
-      this.#report(describe(error));
-    }
+    await this.#run(work());
     this.#isSending = false;
   }
 
@@ -78,7 +85,7 @@ export class ChatView extends HTMLElement {
     const before = getText(view.node);
     const input = h("textarea", { class: "edit", value: before, "aria-label": "Edit the message", rows: Math.min(12, before.split("\n").length + 1) });
     const cancel = () => this.#show();
-    const save = () => (input.value.trim() ? this.#run(this.#chat.edit(view.node.id, input.value.trim(), this.#session.model)) : undefined);
+    const save = () => (input.value.trim() ? this.#generate(() => this.#chat.edit(view.node.id, input.value.trim(), this.#session.model)) : undefined);
     input.addEventListener("keydown", (event) => {
       if (event.key === "Escape") cancel();
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -113,8 +120,8 @@ export class ChatView extends HTMLElement {
     const { path } = this.#chat;
     const actions = {
       edit: (view) => this.#edit(view),
-      regenerate: (node) => this.#run(this.#chat.regenerate(node.id, this.#session.model)),
-      continue: () => this.#run(this.#chat.continueResponse(this.#session.model)),
+      regenerate: (node) => this.#generate(() => this.#chat.regenerate(node.id, this.#session.model)),
+      continue: () => this.#generate(() => this.#chat.continueResponse(this.#session.model)),
       remove: (node) => this.#run(this.#chat.deleteMessage(node.id)),
       switchBranch: (node, offset) => this.#run(this.#chat.switchBranch(node.id, offset)),
     };
@@ -174,7 +181,7 @@ export class ChatView extends HTMLElement {
     if (!calls.length) return void replace(this.#results);
     const inputs = calls.map((call) => h("textarea", { rows: 2, class: "mono", "aria-label": `Result of ${call.function.name}` }));
     const rows = calls.map((call, index) => h("label", { class: "field wide" }, h("span", {}, `Result of ${call.function.name}`), inputs[index]));
-    const send = h("button", { type: "button", class: "small primary", onclick: () => this.#run(this.#chat.sendResults(calls.map(({ id }, index) => ({ id, content: inputs[index].value })), this.#session.model)) }, "Send the results");
+    const send = h("button", { type: "button", class: "small primary", onclick: () => this.#generate(() => this.#chat.sendResults(calls.map(({ id }, index) => ({ id, content: inputs[index].value })), this.#session.model)) }, "Send the results");
     replace(this.#results, rows, send);
   }
 

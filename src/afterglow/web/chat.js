@@ -12,6 +12,9 @@ export class Chat extends EventTarget {
   generation = null; // the response that is streaming
   #api;
   #clock;
+  #wanted = null; // id of the conversation that was chosen last
+  #visits = 0; // conversations that were started or opened
+  #saves = Promise.resolve(); // the last one in the queue
 
   constructor(api, clock = () => performance.now() / 1000) {
     super();
@@ -29,22 +32,25 @@ export class Chat extends EventTarget {
 
   /** Start a conversation. It is stored with its first message. */
   start(settings = {}) {
+    this.#wanted = null;
     this.#leave();
     this.conversation = buildEmpty(settings);
     this.#change();
   }
 
+  /** Open a conversation, unless another one is chosen while it loads. */
   async open(id) {
+    this.#wanted = id;
     if (this.conversation.id === id) return;
     this.#leave();
-    this.conversation = await this.#api.get(`/conversations/${encodeURIComponent(id)}`);
-    this.#change();
-  }
-
-  /** Load the conversation again, e.g. after the server was restarted. */
-  async reload() {
-    const { id } = this.conversation;
-    if (id && !this.generation) this.conversation = await this.#api.get(`/conversations/${encodeURIComponent(id)}`);
+    let conversation;
+    try {
+      conversation = await this.#api.get(`/conversations/${encodeURIComponent(id)}`);
+    } catch (error) {
+      if (this.#wanted === id) throw error;
+    }
+    if (this.#wanted !== id) return;
+    this.conversation = conversation;
     this.#change();
   }
 
@@ -102,7 +108,11 @@ export class Chat extends EventTarget {
   }
 
   async deleteMessage(id) {
-    this.conversation = await this.#api.delete(`${this.#address}/messages/${id}`);
+    const visit = this.#visits;
+    const address = `${this.#address}/messages/${id}`;
+    const conversation = await this.#queue(() => this.#api.delete(address));
+    if (this.#visits !== visit) return;
+    this.conversation = conversation;
     this.#change();
   }
 
@@ -151,6 +161,7 @@ export class Chat extends EventTarget {
 
   /** Stop the response and save what there is, before another conversation is shown. */
   #leave() {
+    this.#visits += 1;
     this.saveOnExit();
     this.stop();
   }
@@ -204,25 +215,43 @@ export class Chat extends EventTarget {
 
   /** Add a message to the tree, on the server first: what is not saved is not sent to the model. */
   async #add(message, parent, info = {}) {
+    const visit = this.#visits;
     if (!this.conversation.id) {
       const title = firstLine(getText({ message, info }) || info.files?.[0]?.name || "New conversation");
       const created = await this.#api.post("/conversations", { title, settings: this.settings });
+      this.#checkVisit(visit);
       this.conversation = { ...created, messages: this.conversation.messages };
     }
     const node = { id: createId(), parent, message, info, created: Date.now() / 1000 };
     await this.#put(node);
+    this.#checkVisit(visit);
     this.#showNode(node);
     this.#change();
   }
 
+  #checkVisit(visit) {
+    if (this.#visits !== visit) throw new ApiError(0, "the message was not sent: another conversation was opened");
+  }
+
   async #put(node, options) {
-    const head = await this.#api.put(`${this.#address}/messages/${node.id}`, { parent: node.parent, message: node.message, info: node.info }, options);
+    const address = `${this.#address}/messages/${node.id}`;
+    const body = { parent: node.parent, message: node.message, info: node.info };
+    const save = () => this.#api.put(address, body, options);
+    const head = await (options?.keepalive ? save() : this.#queue(save)); // a page that ends cannot wait
     this.dispatchEvent(new CustomEvent("saved", { detail: head }));
   }
 
   async #patch(changes) {
-    const head = await this.#api.patch(this.#address, changes);
+    const address = this.#address;
+    const head = await this.#queue(() => this.#api.patch(address, changes));
     this.dispatchEvent(new CustomEvent("saved", { detail: head }));
+  }
+
+  /** Save after the saves before it: on two connections an older one could arrive last. */
+  #queue(save) {
+    const result = this.#saves.then(save);
+    this.#saves = result.catch(() => {});
+    return result;
   }
 
   #showNode(node) {

@@ -13,6 +13,7 @@ export class RequestsView extends HTMLElement {
   #api;
   #requests = [];
   #shown = SHOWN;
+  #rows = []; // the finished requests in the list
   #live = h("div", { class: "live-requests", "aria-live": "polite" });
   #finished = h("ul", { class: "finished-requests" });
   #dialog = h("dialog", { class: "difference", "aria-label": "Difference" });
@@ -28,13 +29,27 @@ export class RequestsView extends HTMLElement {
     const live = requests.filter(isLive);
     const finished = requests.filter((request) => !isLive(request));
     replace(this.#live, live.length ? live.map(buildLive) : h("p", { class: "empty" }, "Nothing is running."));
+    this.#showFinished(finished);
+  }
+
+  /** Build the list again only if it has changed: a button that is removed while it is pressed is not clicked. */
+  #showFinished(finished) {
+    const isSame = finished.length === this.#rows.length && finished.every((request, index) => request === this.#rows[index]);
+    if (isSame && this.#finished.firstChild) return this.#updateAges();
+    this.#rows = finished;
     replace(this.#finished, finished.slice(0, this.#shown).map((request) => this.#buildFinished(request)));
     if (!finished.length) replace(this.#finished, h("li", { class: "empty" }, "No requests yet."));
     if (finished.length > this.#shown) this.#finished.append(h("li", {}, h("button", { type: "button", class: "quiet", onclick: () => this.#showMore() }, `Show ${formatCount(finished.length - this.#shown)} more`)));
   }
 
+  #updateAges() {
+    const ages = this.#finished.querySelectorAll(".age");
+    for (const [index, age] of ages.entries()) age.textContent = formatAge(Date.now() / 1000 - this.#rows[index].created);
+  }
+
   #showMore() {
     this.#shown += 10 * SHOWN;
+    this.#rows = [];
     this.show(this.#requests);
   }
 

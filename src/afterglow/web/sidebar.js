@@ -12,6 +12,8 @@ export class Sidebar extends HTMLElement {
   #api;
   #conversations = [];
   #current = null;
+  #isEditing = false; // a row has an input or a question: the list is not built again
+  #refreshes = 0;
   #search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search conversations", oninput: () => this.#show() });
   #list = h("ul", { class: "conversations" });
   #picker = h("input", { type: "file", accept: "application/json,.json", hidden: true, "aria-hidden": "true", id: "import-file", onchange: () => this.#import() });
@@ -32,15 +34,20 @@ export class Sidebar extends HTMLElement {
 
   set current(id) {
     this.#current = id;
+    this.#isEditing = false;
     this.#show();
   }
 
   async refresh() {
-    this.#conversations = (await this.#api.get("/conversations")).conversations;
+    const number = ++this.#refreshes;
+    const { conversations } = await this.#api.get("/conversations");
+    if (number < this.#refreshes) return; // a newer list is on its way
+    this.#conversations = conversations;
     this.#show();
   }
 
   #show() {
+    if (this.#isEditing) return;
     const words = this.#search.value.trim().toLowerCase();
     const shown = this.#conversations.filter(({ title }) => title.toLowerCase().includes(words));
     replace(this.#list, shown.map((conversation) => this.#buildRow(conversation)));
@@ -65,6 +72,7 @@ export class Sidebar extends HTMLElement {
     const finish = (isKept) => {
       if (isDone) return;
       isDone = true;
+      this.#isEditing = false;
       const next = input.value.trim();
       if (isKept && next && next !== title) this.#run(this.#api.patch(`/conversations/${id}`, { title: next }).then(() => this.refresh()));
       else this.#show();
@@ -74,13 +82,19 @@ export class Sidebar extends HTMLElement {
       if (event.key === "Escape") finish(false);
     });
     input.addEventListener("blur", () => finish(true));
+    this.#isEditing = true;
     replace(row, input);
     input.select();
   }
 
   #confirmDelete(row, { id, title }) {
-    const remove = h("button", { type: "button", class: "small danger", onclick: () => this.#run(this.#delete(id)) }, "Delete");
-    const cancel = h("button", { type: "button", class: "small", onclick: () => this.#show() }, "Keep");
+    const answer = (work) => () => {
+      this.#isEditing = false;
+      this.#run(work());
+    };
+    const remove = h("button", { type: "button", class: "small danger", onclick: answer(() => this.#delete(id)) }, "Delete");
+    const cancel = h("button", { type: "button", class: "small", onclick: answer(async () => this.#show()) }, "Keep");
+    this.#isEditing = true;
     replace(row, h("span", { class: "confirm" }, h("span", {}, `Delete “${firstLine(title, 30)}”?`), remove, cancel));
     remove.focus();
   }

@@ -19,6 +19,8 @@ export class TreeView extends HTMLElement {
   #canvas = svg("svg", { class: "icicle", role: "tree", "aria-label": "Prefix tree", tabindex: "0" });
   #path = h("nav", { class: "zoom", "aria-label": "Zoom" });
   #height = 380; // of the rows, if they fit
+  #isPressed = false; // a node that is drawn again while it is pressed is not clicked
+  #isStale = false;
 
   connectedCallback() {
     if (this.firstChild) return;
@@ -27,6 +29,8 @@ export class TreeView extends HTMLElement {
     this.#canvas.addEventListener("dblclick", (event) => this.#zoom(this.#find(event)));
     this.#canvas.addEventListener("pointermove", (event) => this.#hover(this.#find(event)));
     this.#canvas.addEventListener("pointerleave", () => this.#hover(null));
+    this.#canvas.addEventListener("pointerdown", () => { this.#isPressed = true; });
+    for (const name of ["pointerup", "pointercancel", "blur"]) window.addEventListener(name, () => this.#release());
     this.#canvas.addEventListener("keydown", (event) => this.#onKey(event));
     new ResizeObserver(() => this.draw()).observe(this);
   }
@@ -53,6 +57,8 @@ export class TreeView extends HTMLElement {
   }
 
   draw() {
+    this.#isStale = this.#isPressed;
+    if (this.#isPressed) return;
     const started = performance.now();
     const width = Math.max(280, this.clientWidth);
     const layout = layoutTree(this.#tree.nodes, { width, height: this.#height, focus: this.#focus });
@@ -84,6 +90,11 @@ export class TreeView extends HTMLElement {
     this.#path.hidden = !path.length;
     const all = h("button", { type: "button", class: "quiet", onclick: () => this.zoom(null) }, "All");
     replace(this.#path, all, path.map((node) => h("button", { type: "button", class: "quiet", onclick: () => this.zoom(node.id) }, `› ${shorten(cleanPrefix(node.text), 24)}`)));
+  }
+
+  #release() {
+    this.#isPressed = false;
+    if (this.#isStale) setTimeout(() => this.draw()); // after the click
   }
 
   #find(event) {

@@ -103,10 +103,9 @@ class EngineLoop:
         timeout: float | None = max(0.0, self._last_step + IDLE_AFTER_SECONDS - time.monotonic())
         while True:
             try:
-                return self._commands.get(timeout=0.0 if engine.sliced_work else timeout)
+                with engine.sliced_work.run_meanwhile("command"):
+                    return self._commands.get(timeout=timeout)
             except queue.Empty:
-                if engine.sliced_work.run_slice():
-                    continue
                 timeout = 0.0 if engine.run_idle_task() else None
 
     def _submit(self, requests: Sequence[Request], engine: Engine) -> None:

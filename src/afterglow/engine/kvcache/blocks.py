@@ -139,13 +139,6 @@ class BlockTree:
     def get_children(self, key: bytes) -> list[Block]:
         return self._children.get(key, [])
 
-    def copy_children(self) -> dict[bytes, list[Block]]:
-        """Return the children of all blocks by parent key, for a walk during which the tree may change.
-
-        The lists are those of the tree: they change with it, but none disappears.
-        """
-        return self._children.copy()
-
     def find_stored_prefix(self, entries: Entries, salt: str) -> StoredPrefix:
         """Return the longest stored prefix of a prompt."""
         block_size, parent, blocks, length = self.hasher.block_size, self.hasher.get_root_key(salt), [], 0
