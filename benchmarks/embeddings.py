@@ -4,6 +4,10 @@ Both are measured on the same server over one connection, in alternating parts. 
 search are; in a second run they share an instruction, as models for retrieval expect it. A causal model computes the
 instruction once.
 
+The last rows are what llama.cpp itself gains, without a server: the processor time of one decode for each text against
+decodes of many, of the same texts. A CPU whose cores are busy with the rows of one text gains little from more rows;
+what a batch saves there is the overhead of the requests.
+
     python benchmarks/embeddings.py [--quick] [--threads N] [--only embedding,attention,smollm2]
 """
 
@@ -16,6 +20,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,10 @@ from report import Row, print_report
 from synthetic_inputs import random_text
 
 from afterglow import registry
+from afterglow.engine.pooling import PoolingContext, choose_rows, count_fitting_texts
+from afterglow.llama.context import LlamaContext
+from afterglow.llama.model import LlamaModel
+from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
 
 MAX_SHARE = 0.25  # of the time of single requests
@@ -51,9 +60,42 @@ def embed(connection: http.client.HTTPConnection, texts: list[str]) -> tuple[NDA
     return np.stack(vectors), response["usage"]
 
 
+def get_model_path(name: str) -> Path:
+    """Return the file of a model."""
+    return registry.pull("smollm2") if name == "smollm2" else models.get_path(name)
+
+
+def measure_library(name: str, count: int, threads: int) -> list[Row]:
+    """Compute the texts in llama.cpp, one decode each and many per decode; return the processor times."""
+    with LlamaModel.load(get_model_path(name)) as model:
+        target = LlamaContext(model, ContextSettings(cells=512, threads=threads))
+        rows = choose_rows(target.batch.capacity, on_gpu=False)
+        context = PoolingContext(target, "embedding", rows)
+        texts = [model.vocabulary.tokenize(text) for text in build_texts(count, "")]
+        context.pool((), texts[:1])
+
+        def time_decodes(groups: Sequence[Sequence[Sequence[int]]]) -> float:
+            started = time.process_time()
+            for group in groups:
+                context.pool((), group)
+            return time.process_time() - started
+
+        groups, position = [], 0
+        while position < len(texts):
+            size = count_fitting_texts([len(text) for text in texts[position:]], rows)
+            groups.append(texts[position : position + size])
+            position += size
+        single, together = time_decodes([[text] for text in texts]), time_decodes(groups)
+    note = f"{single / together:.1f} times as fast"
+    return [
+        Row(f"{name}: llama.cpp alone, one by one", single, "s"),
+        Row(f"{name}: llama.cpp alone, together", together, "s", share=together / single, note=note),
+    ]
+
+
 def measure(name: str, count: int, prefix: str, threads: int) -> list[Row]:
     """Embed the texts one by one and together; return the times and the smallest cosine."""
-    path: Path = registry.pull("smollm2") if name == "smollm2" else models.get_path(name)
+    path = get_model_path(name)
     texts = build_texts(count, prefix)
     size = -(-count // PARTS)
     single_seconds, batch_seconds, cosine, computed, tokens = 0.0, 0.0, 1.0, 0, 0
@@ -104,6 +146,7 @@ def main() -> int:
         for prefix in ("", INSTRUCTION)
         for row in measure(name, count, prefix, arguments.threads)
     ]
+    rows += [row for name in arguments.only.split(",") for row in measure_library(name, count, arguments.threads)]
     return print_report("embeddings", rows)
 
 

@@ -6,9 +6,7 @@ import importlib.util
 import json
 import shlex
 import sys
-from importlib import metadata
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 DISTRIBUTION = "afterglow-llm"
 
@@ -42,6 +40,9 @@ def find_clone() -> str | None:
     >>> find_clone() is None or find_clone().startswith("/")
     True
     """
+    from importlib import metadata
+    from urllib.request import url2pathname
+
     try:
         text = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from afterglow.engine import pooling
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.build import EngineSpec
-from afterglow.engine.pooling import MAX_TEXTS, PooledTexts, count_fitting_texts, pool_texts
+from afterglow.engine.pooling import MAX_TEXTS, PooledTexts, count_fitting_texts, pool_in_slices, pool_texts
 from afterglow.engine.types.request import Request
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import PromptTooLong, UnsupportedOperation
@@ -102,6 +103,23 @@ def test_a_busy_engine_gets_smaller_decodes(pool: Pool) -> None:
     while engine.is_busy:
         engine.step()
     assert len(pool(prefix=[], texts=[[20 + n] * 20 for n in range(10)]).vectors) == 3
+
+
+@pytest.mark.parametrize("pool", ["attention"], indirect=True)
+def test_an_idle_engine_runs_several_decodes_in_one_call_and_a_busy_one_runs_one(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Engine = pool.engine  # type: ignore[attr-defined]
+    texts = [[20 + n] * 20 for n in range(10)]  # three of them fit into a decode
+    monkeypatch.setattr(pooling, "CALL_SECONDS", 60.0)
+    pooled = pool_in_slices(engine, purpose="embedding", prefix=[], texts=texts)
+    assert (len(pooled.vectors), pooled.rows, engine.counters.pooled_decodes) == (10, 200, 4)
+    monkeypatch.setattr(pooling, "CALL_SECONDS", 0.0)
+    assert len(pool_in_slices(engine, purpose="embedding", prefix=[], texts=texts).vectors) == 3
+    monkeypatch.setattr(pooling, "CALL_SECONDS", 60.0)
+    engine.submit(Request(id="1", entries=[20, 30], max_tokens=1))
+    pool_in_slices(engine, purpose="embedding", prefix=[], texts=texts)
+    assert engine.counters.pooled_decodes == 6
 
 
 def test_in_deterministic_mode_a_vector_does_not_depend_on_other_texts() -> None:

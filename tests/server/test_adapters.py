@@ -67,6 +67,31 @@ def chat(client: openai.OpenAI, model: str, lora: object = None) -> str:
 
 
 @pytest.mark.native
+def test_adapters_of_requests_that_name_none_are_set_for_the_server(client, adapter_server):
+    def get_scales() -> list[float]:
+        return [item["scale"] for item in adapter_server.http.get("/lora-adapters", params={"model": "small"}).json()]
+
+    base, style = chat(client, "small"), chat(client, "small+style@0.8")
+    assert base != style
+    assert get_scales() == [0, 0, 0]
+    try:
+        response = adapter_server.post("/lora-adapters?model=small", [{"id": 0, "scale": 0.8}])
+        assert (response.status_code, response.json()) == (200, {"success": True})
+        assert get_scales() == [0.8, 0, 0]
+        assert chat(client, "small") == style
+        assert chat(client, "small", []) == base, "a request can still use none"
+        assert chat(client, "small+formal") == chat(client, "small", [{"id": 1}]), (
+            "a request that names one uses only it"
+        )
+        assert adapter_server.post("/lora-adapters?model=small", [{"id": 3, "scale": 1}]).status_code == 400
+        assert adapter_server.post("/lora-adapters?model=small", [{"id": 0}, {"id": 0}]).status_code == 400
+        assert get_scales() == [0.8, 0, 0], "a wrong request changes nothing"
+    finally:
+        assert adapter_server.post("/lora-adapters?model=small", []).status_code == 200
+    assert chat(client, "small") == base, "state of the adapter is not used without it"
+
+
+@pytest.mark.native
 def test_the_name_and_the_field_choose_the_same_adapters(client):
     expected = chat(client, "small+style@0.8")
     assert chat(client, "small", STYLE) == expected

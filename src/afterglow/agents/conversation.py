@@ -14,8 +14,8 @@ from afterglow.agents.limits import Limits, Spent
 from afterglow.agents.loop import Execute, Generate, Policy, RunState, ToolResult, decide
 from afterglow.api.model import Model
 from afterglow.api.options import ChatGenerationOptions
-from afterglow.chat.content import AttachmentSource, build_attachments, check_text
-from afterglow.chat.messages import Message, MessageLike, parse_messages, to_openai_message
+from afterglow.chat.content import AttachmentSource, check_text
+from afterglow.chat.messages import Message, MessageLike, build_user_message, parse_messages, to_openai_message
 from afterglow.chat.output.parts import OutputPart
 from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.tools.tool import ToolLike, parse_tools
@@ -280,18 +280,3 @@ class ToolRounds:
         return all(
             call.name in self._tools and self._tools[call.name].function is not None for call in self._state.pending
         )
-
-
-def build_user_message(
-    text: str, images: Sequence[AttachmentSource] = (), audio: Sequence[AttachmentSource] = ()
-) -> Message:
-    """Build a user message with images and audio before the text.
-
-    >>> build_user_message("What is this?", ["https://example.com/cat.png"]).attachments[0].kind
-    'image'
-    """
-    return Message(
-        role="user",
-        content=check_text(text, "text"),
-        attachments=(*build_attachments("image", images), *build_attachments("audio", audio)),
-    )

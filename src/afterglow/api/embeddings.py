@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.pooling import MAX_TEXTS, PooledTexts, Purpose, count_fitting_texts, pool_texts
+from afterglow.engine.pooling import PooledTexts, Purpose, pool_in_slices
 from afterglow.errors import Cancelled, InvalidArgument, PromptTooLong, UnsupportedOption
 
 LongTextPolicy: TypeAlias = Literal["refuse", "window"]
@@ -26,6 +26,7 @@ MATRYOSHKA_NAMES = re.compile(
     r"|jina.embeddings.v[3-9]|snowflake.arctic.embed.(m.v1\.5|[ml].v2)|matryoshka",
     re.IGNORECASE,
 )
+MAX_CALL_TEXTS = 256  # sent to the engine at once: a call that has not time for all of them is repeated
 NAME_KEYS = ("general.name", "general.basename", "general.tags")
 
 
@@ -131,13 +132,12 @@ def pool_all(
     purpose: Purpose,
     texts: Sequence[TokenList],
     *,
-    batch_rows: int,
     salt: str = "",
     cancel: threading.Event | None = None,
 ) -> tuple[list[NDArray[np.float32]], int]:
     """Return the pooled vector of each text, and the number of computed tokens.
 
-    Equal texts are computed once. Each call of the host is one decode; the engine serves other requests in between.
+    Equal texts are computed once. The engine serves other requests between the calls of the host.
     """
     unique = list(dict.fromkeys(tuple(text) for text in texts))
     prefix_length = find_common_prefix(unique)
@@ -148,10 +148,9 @@ def pool_all(
     while len(vectors) < len(suffixes):
         if cancel is not None and cancel.is_set():
             raise Cancelled("the texts were cancelled")
-        remaining = suffixes[len(vectors) : len(vectors) + MAX_TEXTS]
-        count = count_fitting_texts([len(text) for text in remaining], batch_rows)
+        remaining = suffixes[len(vectors) : len(vectors) + MAX_CALL_TEXTS]
         pooled = host.call(
-            functools.partial(pool_texts, purpose=purpose, prefix=prefix, texts=remaining[:count], salt=salt)
+            functools.partial(pool_in_slices, purpose=purpose, prefix=prefix, texts=remaining, salt=salt)
         )
         vectors += pooled.vectors
         rows += pooled.rows
@@ -164,7 +163,6 @@ def embed_tokens(
     texts: Sequence[TokenList],
     *,
     limit: int,
-    batch_rows: int,
     control_tokens: frozenset[int],
     long_text: LongTextPolicy = "refuse",
     dimensions: int | None = None,
@@ -181,7 +179,7 @@ def embed_tokens(
             raise PromptTooLong(len(text), limit)
     windows = [split_windows(text, limit, control_tokens) for text in texts]
     pieces = [window for text in windows for window in text]
-    pooled, rows = pool_all(host, "embedding", pieces, batch_rows=batch_rows, salt=salt, cancel=cancel)
+    pooled, rows = pool_all(host, "embedding", pieces, salt=salt, cancel=cancel)
     vectors, position = [], 0
     for group in windows:
         own = normalize(np.stack(pooled[position : position + len(group)]))

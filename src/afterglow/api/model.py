@@ -98,7 +98,7 @@ from afterglow.engine.inspect.tree import MAX_TREE_NODES, CachedPrefix, PackedTr
 from afterglow.engine.kvcache.explain import Explanation
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS, ForgetReport
 from afterglow.engine.kvcache.sequence import SavedSequence
-from afterglow.engine.pooling import MAX_POOLED_TOKENS, choose_rows
+from afterglow.engine.pooling import MAX_POOLED_TOKENS
 from afterglow.engine.sampling.logprobs import TokenLogprob, plan_windows
 from afterglow.engine.types.adapters import Adapter, resolve_adapters
 from afterglow.engine.types.cache_events import CacheEventPage
@@ -1077,19 +1077,12 @@ class Model(Closeable):
             self._lifecycle.get_host(),  # models that cannot generate can embed
             [self._tokenize_prompt(text, "text").tolist() for text in texts],
             limit=self.max_embedding_tokens,
-            batch_rows=self._pooled_rows,
             control_tokens=frozenset(self.vocabulary.control_tokens),
             long_text=long_text,
             dimensions=dimensions,
             salt=salt,
             cancel=cancel,
         )
-
-    @property
-    def _pooled_rows(self) -> int:
-        """Rows of one decode of texts."""
-        on_gpu = self._lifecycle.spec.model_settings.gpu_layers != 0
-        return choose_rows(self.engine_info.batch_cells, on_gpu=on_gpu)
 
     # --- reranking
 
@@ -1154,7 +1147,7 @@ class Model(Closeable):
             for prompt in prompts:
                 self._check_length(prompt, self.max_embedding_tokens)
             host = self._lifecycle.get_host()
-            outputs, computed = pool_all(host, "rank", prompts, batch_rows=self._pooled_rows, salt=salt, cancel=cancel)
+            outputs, computed = pool_all(host, "rank", prompts, salt=salt, cancel=cancel)
             scores = [to_score(output, self.info.architecture) for output in outputs]
         else:
             scores, computed = self._score_answers(prompts, salt, cancel)

@@ -618,12 +618,17 @@ def document_options(declaration: type) -> Callable[[FunctionT], FunctionT]:
     """Return a decorator that appends the declared options to a docstring, for `help()` and notebooks."""
 
     def decorate(function: FunctionT) -> FunctionT:
-        options = [f"        {name}: {describe_option(name, field)}" for name, field in get_fields(declaration).items()]
-        text = "\n".join(textwrap.fill(option, 120, subsequent_indent=" " * 12) for option in options)
+        text = _describe_options(declaration)
         function.__doc__ = f"{(function.__doc__ or '').rstrip()}\n\n    Options:\n{text}\n    "
         return function
 
     return decorate
+
+
+@functools.cache
+def _describe_options(declaration: type) -> str:
+    options = [f"        {name}: {describe_option(name, field)}" for name, field in get_fields(declaration).items()]
+    return "\n".join(textwrap.fill(option, 120, subsequent_indent=" " * 12) for option in options)
 
 
 # --- checks

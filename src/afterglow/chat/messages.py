@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from afterglow.chat.content import Attachment, check_text, parse_content, to_openai_content
+from afterglow.chat.content import (
+    Attachment,
+    AttachmentSource,
+    build_attachments,
+    check_text,
+    parse_content,
+    to_openai_content,
+)
 from afterglow.chat.template.capabilities import TemplateCapabilities, ToolCallFormat, add_reasoning
 from afterglow.errors import InvalidArgument
 
@@ -121,6 +128,21 @@ def _parse_tool_call(value: Any, where: str) -> ToolCall:
 
 def _check_optional_text(value: Any, where: str) -> str | None:
     return None if value is None else check_text(value, where)
+
+
+def build_user_message(
+    text: str, images: Sequence[AttachmentSource] = (), audio: Sequence[AttachmentSource] = ()
+) -> Message:
+    """Build a user message with images and audio before the text.
+
+    >>> build_user_message("What is this?", ["https://example.com/cat.png"]).attachments[0].kind
+    'image'
+    """
+    return Message(
+        role="user",
+        content=check_text(text, "text"),
+        attachments=(*build_attachments("image", images), *build_attachments("audio", audio)),
+    )
 
 
 def to_template_message(message: Message, capabilities: TemplateCapabilities = DEFAULT_CAPABILITIES) -> dict[str, Any]:

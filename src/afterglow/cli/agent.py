@@ -194,5 +194,5 @@ def get_store_path(path: Path | None) -> Path:
 def mcp(command: typer.Context, model: options.ModelArgument = None) -> None:
     """Offer a model to other agents as an MCP server on standard input and output: ask, explain and fork."""
     settings = load_command_settings(command)
-    with open_model(settings, Console(stderr=True)) as loaded:
+    with open_model(settings) as loaded:
         build_mcp_server(loaded, **settings.generation_options).run()

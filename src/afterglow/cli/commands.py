@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import sys
@@ -61,7 +62,10 @@ def load_command(name: str) -> Any:
         settings = {"allow_interspersed_args": False, "ignore_unknown_options": False} if name == "launch" else None
         application.command(name, context_settings=settings)(target)
         target = application
-    return typer.main.get_command(target)
+    command = typer.main.get_command(target)
+    gc.freeze()  # modules live until the process ends: collections need not visit them
+    gc.enable()
+    return command
 
 
 class LazyGroup(typer.core.TyperGroup):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 
@@ -20,6 +21,7 @@ def main() -> None:
         return print(f"afterglow {__version__}")
     if print_completions():
         return
+    gc.disable()  # nothing becomes garbage while modules are imported; `load_command` enables it
     try:
         importlib.import_module("afterglow.cli.commands").app()
     except (KeyboardInterrupt, Cancelled):

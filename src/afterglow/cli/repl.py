@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from afterglow import registry
-from afterglow.agents.conversation import Conversation, build_user_message
+from afterglow.agents.conversation import Conversation
 from afterglow.api.model import Model
-from afterglow.chat.messages import Message
+from afterglow.chat.messages import Message, build_user_message
 from afterglow.chat.output.parts import OutputPart, join_parts
 from afterglow.chat.output.response import Delta
 from afterglow.chat.tools.tool import Tool

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from afterglow import registry
-from afterglow.agents.conversation import Conversation
 from afterglow.api.model import Model
 from afterglow.api.options import ChatGenerationOptions, GenerationOptions, select_options
 from afterglow.api.outputs import Completion
+from afterglow.chat.messages import Message, build_user_message
 from afterglow.chat.output.response import ChatResponse
 from afterglow.chat.template.renderer import prestart_child
 from afterglow.cli import options
@@ -67,7 +66,6 @@ def run(
     if text is None:
         return start_chat(command, image, audio)
     settings = load_command_settings(command)
-    console = Console(stderr=True)
     if raw:
         reject_flags(command, CHAT_ONLY_PARAMETERS, "cannot be used with --raw")
     else:
@@ -75,24 +73,24 @@ def run(
     generation_options = settings.generation_options
     if schema is not None:
         generation_options["response_format"] = read_response_format(schema)
-    with open_model(settings, console, sequences=1) as loaded, exit_on_loop():
+    with open_model(settings, sequences=1) as loaded, exit_on_loop():
         if raw:
             guard = LoopGuard(enabled=settings.loop_guard)
             return continue_text(loaded, text, generation_options, settings.model if as_json else None, guard)
-        conversation = Conversation(loaded, system=settings.system, **generation_options)
-        deltas = conversation.stream_deltas(text, images=image or (), audio=audio or ())
-        deltas = guard_deltas(deltas, enabled=settings.loop_guard)
+        messages = [Message(role="system", content=settings.system)] if settings.system else []
+        messages.append(build_user_message(text, image or (), audio or ()))
+        stream = loaded.chat(messages, stream=True, **generation_options)
+        deltas = guard_deltas(stream.deltas(), enabled=settings.loop_guard)
         if as_json:
             for _ in deltas:
                 pass
         else:
             show_response(deltas, PlainDisplay())
-        response = conversation.last_response
-        assert response is not None
+        response = stream.response
         if as_json:
             print_json(settings.model, response)
         if stats:
-            console.print(format_statistics(response), highlight=False, soft_wrap=True)
+            print(format_statistics(response), file=sys.stderr)
         if schema is not None:
             check_complete(response)
 
@@ -222,7 +220,7 @@ def perplexity(
         text = sys.stdin.read() if str(file) == "-" else file.read_text()
     except (OSError, ValueError) as error:
         raise InvalidArgument("file", f"{file} cannot be read: {error}") from None
-    with open_model(load_command_settings(command), Console(stderr=True), sequences=1) as loaded:
+    with open_model(load_command_settings(command), sequences=1) as loaded:
         score = loaded.logprobs(text)
     windows = "1 window" if score.windows == 1 else f"{score.windows} windows"
     print(f"{score.perplexity:.4f} over {len(score.tokens):,} tokens in {windows}")

@@ -6,6 +6,7 @@ is one sequence of a decode. A prefix that all texts share is computed once and 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -25,6 +26,7 @@ MAX_POOLED_TOKENS = 2048  # of one text: all of them are in one decode, which ne
 CPU_ROWS = 128  # of one decode: more are slower, because attention computes the masked pairs of texts as well
 SEQUENCES = 64  # of a context
 MAX_TEXTS = SEQUENCES - 1  # of one decode
+CALL_SECONDS = 0.05  # of decodes in one call of an idle engine: how long a request that arrives may wait for them
 PREFIX_SEQUENCE = 0  # holds the shared prefix; the texts are the sequences after it
 LAST_TOKEN_RANKERS = ("qwen3", "qwen3vl")  # architectures
 POOLING_NONE, POOLING_MEAN, POOLING_LAST, POOLING_RANK = 0, 1, 3, 4  # values of llama.cpp
@@ -43,8 +45,7 @@ def pool_texts(
 ) -> PooledTexts:
     """Run one decode with the first texts that fit, at least one, each after `prefix`. Return their pooled vectors.
 
-    The caller repeats the call with the other texts, so that the engine serves its requests in between. Only calls with
-    the same salt share a prefix.
+    Only calls with the same salt share a prefix.
     """
     if not isinstance(engine.backend, LlamaBackend):
         raise UnsupportedOperation("pooling", "the engine does not run on llama.cpp")
@@ -64,6 +65,25 @@ def pool_texts(
     vectors = context.pool(prefix, texts[:count], salt)
     rows = context.computed_rows - rows_before
     engine.counters.record_pooling(count, rows)
+    return PooledTexts(tuple(vectors), rows)
+
+
+def pool_in_slices(
+    engine: Engine, *, purpose: Purpose, prefix: Sequence[int], texts: Sequence[Sequence[int]], salt: str = ""
+) -> PooledTexts:
+    """Pool the first texts, in one decode if the engine is busy, otherwise in all decodes of `CALL_SECONDS`.
+
+    The caller repeats the call with the other texts, so that the engine serves its requests in between.
+    """
+    stop = time.monotonic() + CALL_SECONDS
+    vectors: list[NDArray[np.float32]] = []
+    rows = 0
+    while len(vectors) < len(texts):
+        pooled = pool_texts(engine, purpose=purpose, prefix=prefix, texts=texts[len(vectors) :], salt=salt)
+        vectors += pooled.vectors
+        rows += pooled.rows
+        if engine.is_busy or time.monotonic() >= stop:
+            break
     return PooledTexts(tuple(vectors), rows)
 
 

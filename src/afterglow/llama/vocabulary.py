@@ -81,8 +81,8 @@ class Vocabulary:
     @functools.cached_property
     def eog_tokens(self) -> frozenset[int]:
         """The end-of-generation tokens."""
-        is_eog = self._library.symbols.llama_vocab_is_eog
-        return frozenset(token for token in range(self.size) if is_eog(self.pointer, token))
+        is_eog, pointer = self._library.symbols.llama_vocab_is_eog, self.pointer
+        return frozenset(token for token in range(self.size) if is_eog(pointer, token))
 
     def get_text(self, token: int) -> str:
         """Return the text of a token as stored in the file: a control token's spelling in chat templates."""
@@ -92,8 +92,8 @@ class Vocabulary:
     @functools.cached_property
     def control_tokens_by_text(self) -> dict[str, int]:
         """The control tokens by their spelling in chat templates."""
-        attributes = self._library.symbols.llama_vocab_get_attr
-        control = [token for token in range(self.size) if attributes(self.pointer, token) & CONTROL_OR_UNKNOWN]
+        get_attributes, pointer = self._library.symbols.llama_vocab_get_attr, self.pointer
+        control = [token for token in range(self.size) if get_attributes(pointer, token) & CONTROL_OR_UNKNOWN]
         return {text: token for token in control if (text := self.get_text(token))}
 
     @functools.cached_property

@@ -7,8 +7,6 @@ import io
 from typing import Literal
 
 import numpy as np
-import soundfile  # type: ignore[import-untyped]
-from PIL import Image
 
 from afterglow.media.types import AudioData, ImageData, MediaData
 
@@ -20,6 +18,8 @@ def to_data_uri(media: MediaData) -> str:
     'data:image/png;base64,'
     """
     if isinstance(media, ImageData):
+        from PIL import Image
+
         file = io.BytesIO()
         Image.frombytes("RGB", (media.width, media.height), media.pixels).save(file, "PNG")
         return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -32,6 +32,8 @@ def encode_audio(audio: AudioData, format: Literal["WAV", "FLAC"] = "WAV") -> by
     >>> encode_audio(AudioData(sample_rate=16_000, samples=bytes(64)))[:4]
     b'RIFF'
     """
+    import soundfile  # type: ignore[import-untyped]
+
     file = io.BytesIO()
     samples = np.frombuffer(audio.samples, dtype=np.float32)
     soundfile.write(file, samples, audio.sample_rate, format=format, subtype="FLOAT" if format == "WAV" else "PCM_16")

@@ -9,10 +9,8 @@ from urllib.parse import unquote_to_bytes
 
 from afterglow.errors import InvalidMedia, MediaRefused
 from afterglow.media import identity
-from afterglow.media.audio import decode_audio
 from afterglow.media.fetch import fetch_url
 from afterglow.media.files import read_file
-from afterglow.media.images import decode_image
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy, Modality, abbreviate_source
 from afterglow.media.types import MediaData
 
@@ -50,8 +48,13 @@ def decode_media(
     detail: str = "auto",
 ) -> MediaData:
     """Decode an image or audio file. `source` names it in errors. Waits while other decoders use the memory budget."""
+    # Pillow and libsndfile are imported for the first image and clip: a start of a text model does not wait for them.
     if modality == "image":
+        from afterglow.media.images import decode_image
+
         return decode_image(data, policy, source=source, detail=detail)
+    from afterglow.media.audio import decode_audio
+
     return decode_audio(data, policy, source=source)
 
 

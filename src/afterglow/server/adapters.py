@@ -16,13 +16,27 @@ Lora = list[str | tuple[str, float]]
 
 
 def build_lora(models: ModelRegistry, model: Model, name: str | None, fields: Sequence[LoraField] | None) -> Lora:
-    """Return the adapters of a request for the model with this name. Raises status 400 for unknown ones."""
+    """Return the adapters of a request for the model with this name. Raises status 400 for unknown ones.
+
+    A request that names none, neither by the name of the model nor by the field, has the default ones of the model.
+    """
     named = parse_lora_suffix(models.split_name(name)[1])
     try:
         resolve_lora(named, model.adapters, model.name)
     except InvalidArgument as error:
         raise invalid_request_error("model", str(error).removeprefix("`lora` ")) from None
+    if not named and fields is None:
+        return list(models.get_requested_slot(name).default_lora)
     return [*named, *(_convert_field(model, field) for field in fields or ())]
+
+
+def set_default_lora(models: ModelRegistry, model: Model, name: str | None, fields: Sequence[LoraField]) -> None:
+    """Set the adapters of requests that name none. Raises status 400 for unknown ones."""
+    try:
+        adapters = resolve_lora([_convert_field(model, field) for field in fields], model.adapters, model.name)
+    except InvalidArgument as error:
+        raise invalid_request_error("lora", str(error)) from None
+    models.get_requested_slot(name).default_lora = adapters
 
 
 def refuse_adapters(models: ModelRegistry, name: str | None, work: str) -> None:

@@ -63,6 +63,7 @@ class ModelSlot:
         self.plan = served.plan
         self.path = served.path
         self.adapters = served.adapters
+        self.default_lora: tuple[tuple[str, float], ...] = ()  # adapters of requests that name none
         self.is_installed = served.is_installed
         self.created = int(time.time())
         self.last_used = time.monotonic()  # end of the last request, or the load

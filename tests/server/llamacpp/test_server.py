@@ -60,10 +60,10 @@ def test_properties_describe_the_model_and_the_server(server: ServerProcess) -> 
     assert server.post("/props", {}).status_code == 501
 
 
-def test_adapters_are_listed_and_cannot_be_changed(server: ServerProcess) -> None:
+def test_a_model_without_adapters_lists_none_and_refuses_others(server: ServerProcess) -> None:
     assert server.http.get("/lora-adapters", params={"model": "tiny"}).json() == []
-    response = server.post("/lora-adapters", [{"id": 0, "scale": 0.5}])
-    assert (response.status_code, response.json()["error"]["type"]) == (501, "not_supported_error")
+    response = server.post("/lora-adapters?model=tiny", [{"id": 0, "scale": 0.5}])
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
 def test_slots_cannot_be_saved_without_a_directory(server: ServerProcess) -> None:

@@ -23,7 +23,6 @@ from afterglow.errors import EngineCrashed, UnsupportedMedia, UnsupportedOperati
 from afterglow.llama.model import ModelInfo
 from afterglow.llama.projector import MediaPlaceholder, MediaSize, Projector, get_media_size
 from afterglow.media import load
-from afterglow.media.audio import decode_audio
 from afterglow.media.data_uri import encode_audio
 from afterglow.media.policy import MediaPolicy, Modality
 from afterglow.media.resampling import resample
@@ -187,6 +186,8 @@ def split_audio(
         return AudioWindow(start, start + audio.seconds, media)
 
     def split() -> tuple[AudioWindow, ...]:
+        from afterglow.media.audio import decode_audio
+
         audio = decode_audio(data, policy, source=source)
         if audio.seconds <= window_seconds:
             return (build_window(audio, data, 0.0),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 from pathlib import Path
 
 from blake3 import blake3
@@ -26,10 +27,16 @@ def compute_fingerprint(path: Path) -> str:
 def _compute_fingerprint(path: Path, size: int, modified: int, inode: int) -> str:
     """Compute a fingerprint once for each state of a file: a load needs it several times."""
     digest = blake3(str(size).encode())
-    with path.open("rb") as file:
-        digest.update(file.read(HEAD_BYTES))
+    if size == 0:  # cannot be mapped
+        return digest.hexdigest()
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as content,
+    ):
+        digest.update(content[:HEAD_BYTES])
         rest = size - HEAD_BYTES
         for index in range(SAMPLE_COUNT if rest > 0 else 0):
-            file.seek(HEAD_BYTES + rest * index // SAMPLE_COUNT)
-            digest.update(file.read(SAMPLE_BYTES))
+            start = HEAD_BYTES + rest * index // SAMPLE_COUNT
+            digest.update(content[start : start + SAMPLE_BYTES])
     return digest.hexdigest()

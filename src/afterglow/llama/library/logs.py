@@ -23,9 +23,19 @@ class LogBridge:
         self._level = logging.INFO
         self._pending = ""
 
-    def receive(self, level: int, text: bytes) -> None:
+    def is_read(self, level: int) -> bool:
+        """Set the level of the next fragment; return whether a handler, or `last_error`, reads it.
+
+        A load logs thousands of fragments that nothing reads.
+        """
         if level != CONTINUATION_LEVEL:
             self._level = LEVELS.get(level, logging.INFO)
+        return self._level >= logging.ERROR or logger.isEnabledFor(self._level)
+
+    def receive(self, level: int, text: bytes) -> None:
+        """Add a fragment."""
+        if not self.is_read(level):
+            return
         self._pending += text.decode("utf-8", "replace")
         *lines, self._pending = self._pending.split("\n")
         for line in lines:
@@ -44,7 +54,8 @@ def attach_log(bridge: LogBridge, ffi: Any, symbols: Any) -> object:
 
     @ffi.callback("void(enum ggml_log_level, const char *, void *)")  # type: ignore[untyped-decorator]
     def receive(level: int, text: Any, _: Any) -> None:
-        bridge.receive(level, ffi.string(text))
+        if bridge.is_read(level):
+            bridge.receive(level, ffi.string(text))
 
     symbols.llama_log_set(receive, ffi.NULL)
     symbols.mtmd_log_set(receive, ffi.NULL)

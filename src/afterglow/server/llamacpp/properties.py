@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -9,11 +10,12 @@ from fastapi import APIRouter, Request
 from afterglow.api.model import Model
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.sampling import Sampling
+from afterglow.server.adapters import set_default_lora
 from afterglow.server.llamacpp.errors import not_supported_error
 from afterglow.server.llamacpp.formatting import build_sampling_settings
-from afterglow.server.llamacpp.schema import AdapterScale
 from afterglow.server.models import ModelSlot
 from afterglow.server.schema.base import StrictRoute
+from afterglow.server.schema.sampling import LoraField
 from afterglow.server.state import ServerState
 
 
@@ -31,19 +33,21 @@ def build_router(state: ServerState) -> APIRouter:
 
     @router.get("/lora-adapters", summary="llama-server: list the loaded adapters")
     async def get_adapters(model: str | None = None) -> list[dict[str, Any]]:
-        return list_adapters(await state.get_model(model))
+        loaded = await state.get_model(model)
+        return list_adapters(loaded, dict(state.models.get_requested_slot(model).default_lora))
 
-    @router.post("/lora-adapters", include_in_schema=False)
-    async def set_adapters(body: list[AdapterScale]) -> None:
-        raise not_supported_error("adapters are chosen per request, with the field `lora`")
+    @router.post("/lora-adapters", summary="llama-server: set the adapters of requests without `lora`")
+    async def set_adapters(body: list[LoraField], model: str | None = None) -> dict[str, bool]:
+        set_default_lora(state.models, await state.get_model(model), model, body)
+        return {"success": True}
 
     return router
 
 
-def list_adapters(model: Model) -> list[dict[str, Any]]:
-    """List the adapters of a model with their numbers, as requests choose them, and their default scales."""
+def list_adapters(model: Model, scales: Mapping[str, float]) -> list[dict[str, Any]]:
+    """List the adapters of a model with their numbers and their `scales` in requests that name none, by default 0."""
     return [
-        {"id": number, "path": str(adapter.path), "scale": adapter.scale, "name": adapter.name}
+        {"id": number, "path": str(adapter.path), "scale": scales.get(adapter.name, 0.0), "name": adapter.name}
         for number, adapter in enumerate(model.adapters)
     ]
 

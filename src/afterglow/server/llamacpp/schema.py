@@ -37,11 +37,6 @@ PredictLimit: TypeAlias = Annotated[
 ]
 
 
-class AdapterScale(StrictModel):
-    id: int
-    scale: float
-
-
 class LlamaGenerationFields(SamplingFields):
     """Fields of /completion and /infill."""
 
