@@ -110,12 +110,14 @@ class LlamaBackend:
         batch.clear()
         # Ordered by sequence: llama.cpp computes streams together only if their ids are consecutive in the batch. On a
         # GPU, 8 streams in another order took 4 times as long.
-        order = sorted(range(len(spans)), key=lambda index: spans[index].sequence)
+        order = sorted(range(len(spans)), key=[span.sequence for span in spans].__getitem__)
         self._first_rows = [0] * len(spans)
-        if len(spans) >= MIN_SEQUENCES_FOR_GROUPED_ADD and all([len(span.entries) == 1 for span in spans]):
+        # A list has generated tokens, which have no labels.
+        are_single = [len(span.entries) == 1 and isinstance(span.entries, list) for span in spans]
+        if len(spans) >= MIN_SEQUENCES_FOR_GROUPED_ADD and all(are_single):
             ordered = [spans[index] for index in order]
             batch.add_rows(
-                [strip_label(int(span.entries[0])) for span in ordered],
+                [span.entries[0] for span in ordered],
                 positions=[span.position for span in ordered],
                 sequences=[span.sequence for span in ordered],
                 outputs=[span.outputs for span in ordered],
