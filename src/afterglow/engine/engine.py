@@ -214,7 +214,7 @@ class Engine:
         for request_id in cancelled_ids:
             if job := self._jobs.get(request_id):
                 self._fail(job, Cancelled(f"request {request_id} was cancelled"))
-        for job in [job for job in self._jobs.values() if job.has_deadline_passed]:
+        for job in [job for job in self._jobs.values() if job.request.deadline is not None and job.has_deadline_passed]:
             self._finish(job, "deadline")
 
     def _admit_waiting(self) -> None:
@@ -360,9 +360,24 @@ class Engine:
         if self.settings.deterministic:
             return schedule_on_grid(ready, self.settings.grid)
         cells = compute_max_batch(self.backend.capabilities, cost_model.latest_seconds_per_entry)
-        decoding, prefilling, media_jobs = partition_jobs(select_adapter_set(ready))
-        # Those with other adapters wait for this decode, too.
-        interactive = sum(running.is_decoding and not running.job.is_background for running in ready)
+        decoding, prefilling, media_jobs = partition_jobs(ready)
+        waiting_for_decode = decoding
+        if self.backend.adapters:  # those with other adapters wait for this decode, too
+            decoding, prefilling, media_jobs = partition_jobs(select_adapter_set(ready))
+        has_prefill = bool(prefilling or media_jobs)
+        entries = self._compute_prefill_entries(waiting_for_decode, prefilling, cells) if has_prefill else 0
+        if self.media_scheduler.is_media_turn(media_jobs, has_other_work=bool(decoding or prefilling)):
+            self._max_media_rows = entries
+            return [(pick_first(media_jobs, now), 1)]
+        self.speculator.propose_drafts(decoding, prefilling)
+        return schedule(decoding, prefilling, BatchBudget(cells=cells, prefill_entries=entries), now)
+
+    def _compute_prefill_entries(
+        self, decoding: Sequence[RunningJob], prefilling: Sequence[RunningJob], cells: int
+    ) -> int:
+        """Return the prompt entries of the next decode, for which the `decoding` jobs wait."""
+        cost_model = self.prefix_cache.cost_model
+        interactive = sum(not running.job.is_background for running in decoding)
         entries = compute_prefill_budget(
             interactive,
             [running.backlog for running in prefilling],
@@ -378,11 +393,7 @@ class Engine:
                 seconds_per_step=cost_model.seconds_per_step,
                 seconds_per_entry=cost_model.seconds_per_entry,
             )
-        if self.media_scheduler.is_media_turn(media_jobs, has_other_work=bool(decoding or prefilling)):
-            self._max_media_rows = entries
-            return [(pick_first(media_jobs, now), 1)]
-        self.speculator.propose_drafts(decoding, prefilling)
-        return schedule(decoding, prefilling, BatchBudget(cells=cells, prefill_entries=entries), now)
+        return entries
 
     def _is_media_ready(self, running: RunningJob) -> bool:
         """Return whether the job's next entry can be computed. Fail the job if its media cannot be encoded."""
@@ -423,7 +434,8 @@ class Engine:
             running.ready_since = self.counters.decodes + 1
             if running.job.media_indices and span.completes_entry:
                 self.media_scheduler.release_decoded(running)
-        forced -= sum([running.forced_entries for running in jobs])  # those that this decode computed
+        if forced:
+            forced -= sum([running.forced_entries for running in jobs])  # those that this decode computed
         rows, draft_tokens = self.counters.record_decode(spans, recomputed)
         if self.sliced_work:
             self._wait_for_logits(spans)
@@ -476,7 +488,8 @@ class Engine:
             self.counters.draft_tokens += len(running.draft)
             self.counters.accepted_tokens += accepted
         is_intact = not running.draft or drop_rejected(running, self.speculator.rollback)
-        if failure is None and finish_cause is None and is_intact and not self.settings.deterministic:
+        may_be_forced = job.token_constraint is not None and not self.settings.deterministic
+        if may_be_forced and failure is None and finish_cause is None and is_intact:
             try:
                 finish_cause = append_forced(running, self.backend, self._events)
             except AfterglowError as error:

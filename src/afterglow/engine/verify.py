@@ -36,12 +36,14 @@ def sample_and_verify(
             chosen = tuple((other, float(logprobs[other])) for other in request.logprob_tokens)
             alternatives = find_top_logprobs(logprobs, request.logprobs or 0) + chosen
             events.append(Token(request.id, token, float(logprobs[token]), alternatives))
-        job.accepted_token_count += token == draft_token
         finish_cause = _find_finish_cause(running, backend, token)
+        if draft_token is None:
+            return finish_cause
+        job.accepted_token_count += token == draft_token
         if finish_cause is not None or token != draft_token:
             return finish_cause
         row += 1
-    return None
+    raise AssertionError("sampling ends after the last row")
 
 
 def append_forced(running: RunningJob, backend: Backend, events: list[EngineEvent]) -> FinishCause | None:
@@ -51,10 +53,11 @@ def append_forced(running: RunningJob, backend: Backend, events: list[EngineEven
     turn finds them in the KV cache. With log-probabilities, every token needs logits, so none is appended.
     """
     job = running.job
-    constraint, free_cells = job.token_constraint, running.free_cells
+    constraint = job.token_constraint
     if constraint is None or job.request.logprobs is not None:
         return None
-    for token in constraint.find_forced_tokens()[: max(0, free_cells)]:
+    free_cells = max(0, running.free_cells)
+    for token in constraint.find_forced_tokens()[:free_cells]:
         constraint.accept_forced(job.sampler, token)
         job.generated.append(token)
         running.forced_entries += 1

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.engine.backends.threads import AdaptiveThreads, is_dynamic_allowed
 from afterglow.engine.types.adapters import AdapterSet, LoadedAdapter
 from afterglow.engine.types.backend import BackendCells, BackendState, Capabilities, DecodeSpan, Sampler
 from afterglow.engine.types.constraints import TokenBytes
@@ -81,6 +82,22 @@ class LlamaBackend:
         # The prefix cache keeps the states of different adapters apart.
         self.state = llama_state.StateSerializer(context, ignore_adapters=True)
         self._first_rows: list[int] = []
+        self._adaptive_threads: AdaptiveThreads | None = None
+
+    def adapt_threads(self) -> None:
+        """Decode with fewer threads while other programs use the cores. The number of threads changes logits slightly.
+
+        Does nothing if a GPU computes or `OMP_DYNAMIC` is false.
+        """
+        if self.capabilities.interruptible and self.context.settings.threads > 1 and is_dynamic_allowed():
+            self._adaptive_threads = AdaptiveThreads(self._list_contexts())
+
+    @property
+    def adapts_threads(self) -> bool:
+        return self._adaptive_threads is not None
+
+    def _list_contexts(self) -> list[LlamaContext]:
+        return [self.context]
 
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
         if spans[0].adapters != self._applied_adapters:
@@ -93,12 +110,14 @@ class LlamaBackend:
         batch.clear()
         # Ordered by sequence: llama.cpp computes streams together only if their ids are consecutive in the batch. On a
         # GPU, 8 streams in another order took 4 times as long.
-        order = sorted(range(len(spans)), key=lambda index: spans[index].sequence)
+        order = sorted(range(len(spans)), key=[span.sequence for span in spans].__getitem__)
         self._first_rows = [0] * len(spans)
-        if len(spans) >= MIN_SEQUENCES_FOR_GROUPED_ADD and all([len(span.entries) == 1 for span in spans]):
+        # A list has generated tokens, which have no labels.
+        are_single = [len(span.entries) == 1 and isinstance(span.entries, list) for span in spans]
+        if len(spans) >= MIN_SEQUENCES_FOR_GROUPED_ADD and all(are_single):
             ordered = [spans[index] for index in order]
             batch.add_rows(
-                [strip_label(int(span.entries[0])) for span in ordered],
+                [span.entries[0] for span in ordered],
                 positions=[span.position for span in ordered],
                 sequences=[span.sequence for span in ordered],
                 outputs=[span.outputs for span in ordered],
@@ -115,7 +134,11 @@ class LlamaBackend:
                 else:
                     tokens = strip_labels(np.asarray(span.entries, dtype=np.int64)).astype(np.int32)
                     batch.add(tokens, position=span.position, sequence=span.sequence, outputs=span.outputs)
+        if self._adaptive_threads is None:
+            return self.context.decode()
+        self._adaptive_threads.prepare_decode(batch.count)
         self.context.decode()
+        self._adaptive_threads.record_decode(batch.count)
 
     def _decode_embedding(self, span: DecodeSpan, embedding: MediaEmbedding) -> None:
         """Decode rows of a media entry."""

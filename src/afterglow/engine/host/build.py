@@ -144,6 +144,8 @@ def build_engine(
             engine.prefix_cache.cost_model.step_costs = step_costs
         elif engine.speculator.drafter_names and context.model.info.is_causal:
             measure_step_costs(backend, engine.prefix_cache.cost_model.step_costs)
+        if not settings.deterministic:
+            backend.adapt_threads()
         return engine
     except BaseException:
         for drafter in drafters:
@@ -214,6 +216,8 @@ def _load_draft_model(path: Path, target: LlamaContext, settings: EngineSettings
         context_settings = replace(target.settings, recurrent_snapshots=0, **rope)
         backend = LlamaBackend(LlamaContext(model, context_settings))
         backend.owns_model = True
+        if not settings.deterministic:
+            backend.adapt_threads()
         return DraftModel(backend, settings, model.info.nbytes / max(target.model.info.nbytes, 1))
     except BaseException:
         model.close()

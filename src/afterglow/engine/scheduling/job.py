@@ -150,7 +150,11 @@ class RunningJob:
     @property
     def is_decoding(self) -> bool:
         """Whether only the newest token, and generated tokens to compute with it, are not in the KV cache."""
-        return bool(self.job.generated) and self.uncomputed_entries == 1 + self.entries_before_newest
+        # As `uncomputed_entries == 1 + entries_before_newest`, but without calls: asked for every job at every step.
+        job = self.job
+        known = len(job.prompt) + len(job.generated)
+        uncomputed = known - self.sequence.entry_buffer.length
+        return bool(job.generated) and uncomputed == 1 + self.entries_to_recompute + self.forced_entries
 
     @property
     def entries_before_newest(self) -> int:
@@ -217,7 +221,7 @@ class RunningJob:
             self.sequence.partial_media_rows += span.rows
             return 0
         self.sequence.append_decoded(span.entries)
-        if not self.entries_before_newest:
+        if not self.entries_to_recompute and not self.forced_entries:
             return 0
         computed, remaining = len(span.entries) - 1, max(0, self.uncomputed_entries - 1)
         recomputed = min(self.entries_to_recompute, computed)

@@ -42,7 +42,7 @@ def schedule(
     spare = decode_cells - len(decoding)
     batch: list[tuple[RunningJob, int]] = []
     for running in decoding:
-        extra = min(running.entries_before_newest + len(running.draft), spare)
+        extra = min(running.entries_to_recompute + running.forced_entries + len(running.draft), spare)
         batch.append((running, 1 + extra))
         spare -= extra
     remaining = min(budget.cells - decode_cells + spare, budget.prefill_entries)
@@ -57,13 +57,13 @@ def schedule(
     return batch
 
 
-def select_adapter_set(jobs: Sequence[RunningJob]) -> list[RunningJob]:
+def select_adapter_set(jobs: Sequence[RunningJob]) -> Sequence[RunningJob]:
     """Return the jobs of the next decode's adapter set: that of the job that has waited for the most decodes.
 
     Sets take turns, so that none starves.
     """
     if not jobs:
-        return []
+        return jobs
     oldest = min(jobs, key=lambda running: (running.ready_since, running.job.submitted_at))
     return [running for running in jobs if running.adapter_set == oldest.adapter_set]
 

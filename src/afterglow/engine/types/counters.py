@@ -34,10 +34,8 @@ class EngineCounters:
 
     def record_decode(self, spans: Sequence[DecodeSpan], replayed: int) -> tuple[int, int]:
         """Count a decode; return its rows and how many of them were draft tokens."""
-        rows, draft_tokens = 0, 0
-        for span in spans:
-            rows += span.rows
-            draft_tokens += max(span.outputs - 1, 0)
+        rows = sum([span.rows for span in spans])
+        draft_tokens = sum([span.outputs - 1 for span in spans if span.outputs > 1])
         self.decodes += 1
         self.rows += rows
         self.replayed_entries += replayed

@@ -76,6 +76,9 @@ class MtpBackend(LlamaBackend):
             restores_states=not self.capabilities.max_rollback,
         )
 
+    def _list_contexts(self) -> list[LlamaContext]:
+        return [self.context, self.head_context]
+
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
         super().decode(spans)
         if spans[0].embedding is not None:  # the heads read tokens only: they start again after media
