@@ -267,12 +267,12 @@ class TieredStore:
             length += count
         if length != len(entries) or len({block.layout for block in used}) != 1:
             raise InvalidState(f"only {length} of {len(entries)} entries are stored")
-        position = self._interner.count_positions(entries)
+        position, read_at = self._interner.count_positions(entries), time.perf_counter()
         state = self._backend.assemble_state(used[0].layout, row_arrays, partial, position)
         sequence.load(entries, state)
-        seconds, nbytes = time.perf_counter() - started, sum(rows.nbytes for rows in row_arrays)
-        self._cost_model.record_transfer(nbytes, seconds, 0)
-        self.count_hit(len(entries), nbytes, seconds, checkpoint, used, tiers)
+        # All bytes of the state, with the checkpoint's, and without the time in which they were read from disk.
+        self._cost_model.record_transfer(state.nbytes, time.perf_counter() - read_at, 0)
+        self.count_hit(len(entries), state.nbytes, time.perf_counter() - started, checkpoint, used, tiers)
 
     def load_checkpoint_state(self, checkpoint: Checkpoint) -> BackendState:
         """Return the partial state of a checkpoint. One that is read from a slower tier is also added to RAM."""
