@@ -30,7 +30,7 @@ class IdealCache:
     def add_prompt(self, prompt: Sequence[int]) -> int:
         """Add a prompt to the cache and return how many of its tokens had to be computed.
 
-        The last token is always computed, because its logits are needed.
+        The last token is always computed, because its logits are needed. A cache that stores logits can do better.
         """
         tokens = np.asarray(prompt)
         hit = max((common_prefix_length(tokens, sequence) for sequence in self._sequences), default=0)

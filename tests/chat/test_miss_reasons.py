@@ -92,6 +92,7 @@ def test_a_text_difference_has_the_expected_reason(case: str) -> None:
     [
         (build_explanation(reused=0, shared=0, cause="nothing in common"), ("", "Hi", ""), "not cached"),
         (build_explanation(reused=99, shared=100), ("Hi", "", " there"), "fully reused"),
+        (build_explanation(reused=100, shared=100), ("Hi", "", " there"), "repeated"),
         (build_explanation(), ("Hi", " there", ""), "continuation"),
         (build_explanation(evicted=80, cause="evicted"), ("Hi", " there", " now"), "evicted"),
         (build_explanation(reused=8, cause="no checkpoint"), ("Hi", " there", " now"), "no checkpoint"),

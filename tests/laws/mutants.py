@@ -19,10 +19,12 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.inspect import snapshots
 from afterglow.engine.kvcache import checkpoints as checkpoints_module
 from afterglow.engine.kvcache import planner, prefix_cache
+from afterglow.engine.kvcache import store as store_module
 from afterglow.engine.kvcache.blocks import BlockHasher, BlockTree
 from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk import tier
+from afterglow.engine.kvcache.last_logits import LogitsStore
 from afterglow.engine.kvcache.pins import PinManager, Pins
 from afterglow.engine.kvcache.planner import ReuseCandidate
 from afterglow.engine.kvcache.prefix_cache import PrefixCache
@@ -44,6 +46,7 @@ from laws import test_checkpoints_on_fake as checkpoint_laws
 from laws import test_deterministic_on_fake as deterministic_laws
 from laws import test_engine_on_fake as engine_laws
 from laws import test_engine_on_llama as llama_laws
+from laws import test_last_logits as logits_laws
 from laws import test_media_entries_on_fake as media_laws
 from laws import test_pins as pin_laws
 from laws import test_placement as placement_laws
@@ -110,10 +113,71 @@ def _(put):
 
 @mutant(
     "the last entry of a cached prompt is not computed again",
-    engine_laws.test_c8_a_repeated_prompt_computes_at_least_its_last_entry,
+    engine_laws.test_c8_a_repeated_prompt_without_stored_logits_computes_at_least_its_last_entry,
 )
 def _(put):
     put(planner.PlanInputs, "max_reuse_length", property(lambda self: len(self.prompt)))
+
+
+@mutant(
+    "a repeat gets the logits of another prompt", logits_laws.test_prompts_with_a_common_prefix_have_logits_of_their_own
+)
+def _(put):
+    def find(original, self, entries, salt):
+        return original(self, entries, salt) and next(iter(self))
+
+    wrap(LogitsStore, "find", find)(put)
+
+
+@mutant(
+    "a prompt gets the logits after a prefix of it",
+    logits_laws.test_prompts_with_a_common_prefix_have_logits_of_their_own,
+)
+def _(put):
+    put(LogitsStore, "find", lambda self, entries, salt: next(iter(self.find_on_path(entries, salt)), None))
+
+
+@mutant("logits are kept without a copy", logits_laws.test_a_repeat_computes_nothing)
+def _(put):
+    buffers: dict[int, np.ndarray] = {}  # as llama.cpp: the next decode overwrites the logits of the last one
+
+    def get_logits(original, self, span, row):
+        buffer = buffers.setdefault(id(self), np.zeros(self.vocabulary_size, dtype=np.float32))
+        buffer[:] = original(self, span, row)
+        return buffer
+
+    wrap(FakeBackend, "get_logits", get_logits)(put)
+    put(store_module, "copy_logits", lambda logits: logits)
+
+
+@mutant("logits are found by the other salt, too", logits_laws.test_logits_are_not_shared_between_salts)
+def _(put):
+    wrap(RadixTree, "match", lambda original, self, entries, salt="": original(self, entries, ""))(put)
+    wrap(RadixTree, "insert", lambda original, self, entries, anchor, salt="": original(self, entries, anchor, ""))(put)
+
+
+@mutant("the checkpoint at the end of a prompt is not taken", logits_laws.test_a_repeat_computes_nothing)
+def _(put):
+    put(PrefixCache, "_is_worth_checkpoint", lambda self, sequence: False)
+
+
+@mutant(
+    "logits on disk are used without comparing the entries", logits_laws.test_damaged_logits_on_disk_are_computed_again
+)
+def _(put):
+    put(tier.np, "array_equal", lambda one, other: True)
+
+
+@mutant(
+    "off the grid, deterministic mode keeps prompt ends",
+    logits_laws.test_in_deterministic_mode_repeats_are_equal_to_the_last_bit,
+)
+def _(put):
+    def keep_prompt_end(original, self, sequence, logits):
+        with patch.object(self, "grid", 0):
+            original(self, sequence, logits)
+
+    wrap(PrefixCache, "keep_prompt_end", keep_prompt_end)(put)
 
 
 @mutant(

@@ -319,7 +319,7 @@ def test_a_rollback_state_that_does_not_load_changes_no_token(kind, kv_unified, 
     engine, expected, _ = speculating(kind, prompts, wrong=3, kv_unified=kv_unified, recurrent_snapshots=0)
     rollback = engine.speculator.rollback
     if rollback is not None:
-        monkeypatch.setattr(rollback._backend, "save", lambda sequence, scope: truth.Damaged())
+        monkeypatch.setattr(rollback._backend, "save", lambda sequence, scope, **options: truth.Damaged())
     answers = play(engine, *build_requests(prompts))
     assert {id: answer.tokens for id, answer in answers.items()} == expected
     assert engine.counters.replayed_entries == 0
@@ -354,7 +354,10 @@ def check_distribution(kind: str, kv_unified: bool, draws: int) -> None:
     counts = np.zeros((size,) * 3)
     for seed in range(draws):
         sampling = Sampling(temperature=1.0, seed=seed)
-        tokens = ask(engine, entries, sampling=sampling, max_tokens=3, ignore_eos=True).tokens
+        # Half of the prompts are computed, half are repeats that start from stored logits.
+        tokens = ask(
+            engine, entries, sampling=sampling, max_tokens=3, ignore_eos=True, use_prefix_cache=seed % 2 > 0
+        ).tokens
         counts[tuple(tokens)] += 1
     assert engine.counters.accepted_tokens > draws / 20
     expected = draws * compute_probabilities(kind, entries, size)

@@ -136,7 +136,7 @@ def disk_engine(kind: str, directory: Path, **options) -> Iterator[Engine]:
 
 
 def list_files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.suffix in (".cells", ".state"))
+    return sorted(path for path in directory.rglob("*") if path.suffix in (".cells", ".state", ".logits"))
 
 
 @everywhere

@@ -35,6 +35,7 @@ def check_all(engine: Engine) -> None:
     check_checkpoints(engine)
     check_budgets(engine)
     check_stored(engine)
+    check_last_logits(engine)
 
 
 def run_checked(engine: Engine, *requests: Request, limit: int = 2000) -> dict[str, Answer]:
@@ -232,8 +233,9 @@ def check_stored(engine: Engine) -> None:
     store = engine.prefix_cache.store
     blocks, budget = list(store.ram), store.ram.budget
     block_bytes = sum(block.rows.nbytes for block in blocks)
-    stored = [*store.tree, *store.checkpoints.all_checkpoints]
+    stored = [*store.tree, *store.checkpoints.all_checkpoints, *store.ram.logits]
     stored += [] if store.disk_tier is None else store.disk_tier.list_checkpoints()
+    stored += [] if store.disk_tier is None else store.disk_tier.list_logits()
     assert budget.get("tables") == sum(data.table_bytes for data in stored)
     assert block_bytes == budget.get("blocks")
     assert sum(budget.by_kind.values()) == budget.used_bytes <= budget.limit
@@ -243,6 +245,43 @@ def check_stored(engine: Engine) -> None:
         assert block.start == 0 or store.tree.get(block.parent) is not None, "a block lost its predecessor"
         if not engine.backend.simulate_rounding:
             check_block(engine, block)
+
+
+def check_last_logits(engine: Engine) -> None:
+    """Check that the logits of each prompt are those after its entries, are found once, and within their bytes."""
+    store = engine.prefix_cache.store.ram.logits
+    check_tree(store._tree, {last_logits: last_logits.entries for last_logits in store})
+    assert len({(last_logits.salt, last_logits.entries.tobytes()) for last_logits in store}) == len(store)
+    nbytes = sum(last_logits.nbytes for last_logits in store)
+    assert nbytes == engine.prefix_cache.store.ram.budget.get("logits") <= store.limit
+    if not (engine.backend.simulate_rounding or engine.backend.adapters):
+        for last_logits in store:
+            assert last_logits.logits.tobytes() == compute_logits(engine, last_logits.entries), "other logits"
+
+
+def compute_logits(engine: Engine, entries: Entries) -> bytes:
+    """Return the logits after these entries after a cold computation."""
+    kind = engine.backend.capabilities.memory_kind
+    key = kind, engine.backend.vocabulary_size, engine.interner.to_portable_entries(entries).tobytes()
+    if key not in expected_logits:
+        if len(expected_logits) == MAX_CACHED_ROWS:
+            expected_logits.clear()
+        backend = FakeBackend(
+            kind,
+            sequences=1,
+            cells_per_sequence=1 << 20,
+            batch_cells=1 << 20,
+            vocabulary_size=engine.backend.vocabulary_size,
+            projector=engine.backend.projector,
+        )
+        backend.interner = engine.interner
+        backend.projector = None  # media count by their digest
+        backend.decode([DecodeSpan(0, entries, 0, 1)])
+        expected_logits[key] = backend.get_logits(0, len(entries) - 1).tobytes()
+    return expected_logits[key]
+
+
+expected_logits: dict[tuple[str, int, bytes], bytes] = {}  # by memory kind, vocabulary and portable entries
 
 
 def check_block(engine: Engine, block: Block) -> None:

@@ -14,9 +14,9 @@ from afterglow.chat.prompt import find_common_prefix
 from afterglow.engine.kvcache.explain import Explanation
 
 MissReason: TypeAlias = Literal[
-    "not cached", "fully reused", "continuation", "evicted", "no checkpoint", "window moved", "deterministic grid",
-    "tokenization", "whitespace", "date", "number", "tools reordered", "tools changed", "reasoning stripped",
-    "system prompt", "assistant message", "tool result", "user message", "text",
+    "not cached", "repeated", "fully reused", "continuation", "evicted", "no checkpoint", "window moved",
+    "deterministic grid", "tokenization", "whitespace", "date", "number", "tools reordered", "tools changed",
+    "reasoning stripped", "system prompt", "assistant message", "tool result", "user message", "text",
 ]  # fmt: skip
 
 CONTEXT_CHARACTERS = 60  # shown on each side of a difference
@@ -50,7 +50,8 @@ MISS_REASON_BY_ROLE: dict[str | None, MissReason] = {
 CACHE_REASON_MESSAGES: dict[MissReason, str] = {  # reasons that follow from the state of the cache
     "not cached": "No cached prefix begins like this prompt: it is new, or was cached for another model, setting or "
     "API key.",
-    "fully reused": "This is all that can be reused; the last token is always computed.",
+    "repeated": "The whole prompt is cached, with the logits after it: nothing is computed.",
+    "fully reused": "This is all that can be reused; the last token is computed for its logits.",
     "continuation": "The prompt continues after the end of the cached prefix, like the next turn of a conversation.",
     "evicted": "{explanation.evicted_entries:,} tokens were cached and have been evicted: increase the cache size, or "
     "pin them.",
@@ -82,7 +83,8 @@ TEXT_REASON_MESSAGES: dict[MissReason, str] = {  # reasons inferred from the tex
 
 REASON_SUMMARIES: dict[MissReason, str] = {  # clauses after "because"
     "not cached": "no cached prefix begins like this prompt",
-    "fully reused": "the last token is always computed",
+    "repeated": "the whole prompt is cached, with the logits after it",
+    "fully reused": "the logits after the last token are not cached",
     "continuation": "the prompt continues after the cached prefix",
     "evicted": "{explanation.evicted_entries:,} tokens were cached and have been evicted",
     "no checkpoint": "there is no checkpoint closer to the end of the {explanation.shared_entries:,} cached tokens",
@@ -162,6 +164,8 @@ def _find_cache_reason(
     explanation: Explanation, shared_text: str, prompt_text: str, cached_text: str
 ) -> MissReason | None:
     """Return a reason that follows from the state of the cache; None if it depends on the texts."""
+    if explanation.reused_entries == explanation.prompt_entries:
+        return "repeated"
     if explanation.cause == "evicted":
         return "evicted"
     if not shared_text:

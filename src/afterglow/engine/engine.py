@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -52,7 +53,7 @@ from afterglow.engine.types.request import (
     Request,
 )
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.engine.verify import append_forced, drop_rejected, sample_and_verify
+from afterglow.engine.verify import GetLogits, append_forced, drop_rejected, sample_and_verify
 from afterglow.errors import AfterglowError, Cancelled, Closed, DecodeFailed, InvalidArgument, KVCacheFull
 
 MAX_DECODE_ATTEMPTS = 3
@@ -168,6 +169,7 @@ class Engine:
         self._is_consistent = False
         self._end_cancelled_and_expired()
         self._admit_waiting()
+        self._sample_last_logits()
         self._pack_sequences()
         has_plan = any(isinstance(event, PrefillProgress) and event.is_long for event in self._events)
         if has_plan and not any(running.is_decoding for running in self._running):
@@ -266,6 +268,13 @@ class Engine:
             return False
         if self._follow_leader(waiting, plan.reuse_length) or (self._running and self.prefix_cache.prefetch(plan)):
             return True
+        last_logits = None
+        if not job.generated and plan.reuse_length == len(
+            job.prompt
+        ):  # before the plan is applied: that may evict them
+            last_logits = self.prefix_cache.load_last_logits(job.prompt, job.namespace)
+            if last_logits is None:  # damaged, and removed: plan again
+                return self._start_job(waiting, is_retry=is_retry)
         planned = None  # before the plan is applied: that may drop the entries which differ
         if request.explained and not job.admitted_at:
             planned = self.prefix_cache.describe_plan(job.prompt, plan, job.namespace)
@@ -285,6 +294,8 @@ class Engine:
             frozenset(prefix.length for prefix in request.retained),
         )
         self._mark_running(waiting, sequence)
+        if reused == len(job.prompt):
+            self._running[-1].last_logits = last_logits
         return True
 
     def _follow_leader(self, waiting: WaitingJob, reuse_length: int) -> bool:
@@ -441,7 +452,11 @@ class Engine:
             self._wait_for_logits(spans)
         for index, (running, span) in enumerate(zip(jobs, spans, strict=True)):
             if span.outputs:
-                tokens += self._sample(running, index, len(span.entries) - span.outputs)
+                first_row = len(span.entries) - span.outputs
+                if not running.job.generated:
+                    logits = self.backend.get_logits(index, first_row)
+                    self.prefix_cache.keep_prompt_end(running.sequence, logits)
+                tokens += self._sample(running, functools.partial(self._get_row_logits, index, first_row))
             elif span.completes_entry:
                 job, length = running.job, len(running.sequence)
                 self._events.append(job.build_progress(length))
@@ -467,8 +482,17 @@ class Engine:
                     self.backend.get_logits(index, len(span.entries) - span.outputs)
                 return
 
-    def _sample(self, running: RunningJob, span: int, row: int) -> int:
-        """Sample the job's next tokens after `row`, its last known entry. Return how many there are."""
+    def _sample_last_logits(self) -> None:
+        """Sample the first tokens of the jobs whose whole prompt was a prefix hit, from stored logits."""
+        for running in [running for running in self._running if running.last_logits is not None]:
+            self.counters.skipped_prefills += 1
+            self._sample(running, running.pop_last_logits)
+
+    def _get_row_logits(self, span: int, first_row: int, index: int) -> NDArray[np.float32]:
+        return self.backend.get_logits(span, first_row + index)
+
+    def _sample(self, running: RunningJob, get_logits: GetLogits) -> int:
+        """Sample the job's next tokens after its last known entry. Return how many there are."""
         job = running.job
         job.first_token_at = job.first_token_at or time.monotonic()
         if job.request.max_tokens == 0 or job.finish_cause is not None:
@@ -478,7 +502,7 @@ class Engine:
         failure: AfterglowError | None = None
         finish_cause: FinishCause | None = None
         try:
-            finish_cause = sample_and_verify(running, self.backend, span, row, self._events)
+            finish_cause = sample_and_verify(running, self.backend, get_logits, self._events)
         except AfterglowError as error:
             failure = error
         if running.draft:

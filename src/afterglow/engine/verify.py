@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,19 +16,23 @@ from afterglow.engine.types.backend import Backend
 from afterglow.engine.types.request import EngineEvent, FinishCause, Token
 from afterglow.errors import AfterglowError, UnsupportedOperation
 
+GetLogits: TypeAlias = Callable[[int], NDArray[np.float32]]
+
 
 def sample_and_verify(
-    running: RunningJob, backend: Backend, span: int, row: int, events: list[EngineEvent]
+    running: RunningJob, backend: Backend, get_logits: GetLogits, events: list[EngineEvent]
 ) -> FinishCause | None:
-    """Sample after `row`, the last known entry, and after each draft token behind it. Return the finish cause, if any.
+    """Sample after the last known entry and after each draft token behind it. Return the finish cause, if any.
+
+    `get_logits` returns the logits after the last known entry (0) and after the draft tokens (1 and on).
 
     The sampled token is always the one that is output, so drafts save time and change no token. Sampling stops at the
     first token that differs from its draft: the rows after it were computed for another text.
     """
     job = running.job
     request = job.request
-    for draft_token in (*running.draft, None):
-        logits = backend.get_logits(span, row)
+    for index, draft_token in enumerate((*running.draft, None)):
+        logits = get_logits(index)
         token = sample_token(running, logits)
         job.generated.append(token)
         if request.logprobs is None and not request.logprob_tokens:
@@ -42,7 +48,6 @@ def sample_and_verify(
         job.accepted_token_count += token == draft_token
         if finish_cause is not None or token != draft_token:
             return finish_cause
-        row += 1
     raise AssertionError("sampling ends after the last row")
 
 

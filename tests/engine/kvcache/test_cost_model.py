@@ -75,3 +75,13 @@ def test_outliers_do_not_change_the_step_costs():
     for _ in range(8):
         costs.record(4, 2.0)
     assert costs.estimate_seconds(4, 0.1) == 2.0  # but a lasting change is followed
+
+
+def test_interrupted_transfers_do_not_change_their_cost():
+    cost_model = CostModel()
+    for seconds in (0.001, 0.05, 0.001, 0.03, 0.02):
+        cost_model.record_transfer(1_000_000, seconds, entries=0)
+    assert cost_model.seconds_per_byte == pytest.approx(1e-9)
+    for _ in range(8):
+        cost_model.record_transfer(1_000_000, 0.01, entries=0)
+    assert cost_model.seconds_per_byte == pytest.approx(1e-8)  # a lasting change is followed

@@ -92,7 +92,7 @@ def build_paths(directory: Path, rows: Sequence[IndexRow]) -> list[StoredPath]:
                 paths.append(StoredPath(tuple(path), np.concatenate([block.entries for block in path])))
     models_with_blocks = {row.model for row in blocks.values()}
     checkpoint_paths = []
-    for row in [row for row in rows if row.model not in models_with_blocks]:
+    for row in [row for row in rows if row.kind == "state" and row.model not in models_with_blocks]:
         with contextlib.suppress(InvalidState, OSError):  # the index has only its last entries, the file has all
             file, _ = disk_files.read_header(directory / row.model / row.name)
             checkpoint_paths.append(StoredPath((row,), file.entries))
@@ -121,12 +121,12 @@ def _starts_with(entries: Entries, prefix: Entries) -> bool:
 
 
 def _find_checkpoints(path: StoredPath, rows: Iterable[IndexRow]) -> list[IndexRow]:
-    """Return the checkpoints along a path."""
+    """Return the checkpoints and last logits along a path."""
     keys = {row.parent for row in path.rows} | {row.key for row in path.rows}
     return [
         row
         for row in rows
-        if row.kind == "state"
+        if row.kind != "cells"
         and row.parent in keys
         and row not in path.rows
         and _starts_with(path.entries[row.start :], row.entries)

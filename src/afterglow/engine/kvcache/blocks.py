@@ -101,6 +101,10 @@ class BlockHasher:
             keys.append(self.hash_block(keys[-1], entries[start : start + self.block_size]))
         return keys
 
+    def hash_logits(self, parent: bytes, rest: Entries) -> bytes:
+        """Return the key of the logits after `parent` and the entries `rest`."""
+        return blake3(self.hash_block(parent, rest), derive_key_context="afterglow prefix logits").digest()
+
     def hash_checkpoint(self, parent: bytes, rest: Entries) -> bytes:
         """Return the key of a checkpoint after `parent` and the entries `rest`."""
         return blake3(self.hash_block(parent, rest), derive_key_context="afterglow prefix checkpoint").digest()

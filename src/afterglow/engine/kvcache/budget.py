@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-ByteKind: TypeAlias = Literal["blocks", "checkpoints", "swapped", "prefetch", "tables", "ngrams", "embeddings"]
+ByteKind: TypeAlias = Literal[
+    "blocks", "checkpoints", "logits", "swapped", "prefetch", "tables", "ngrams", "embeddings"
+]
 
 
 class ByteBudget:

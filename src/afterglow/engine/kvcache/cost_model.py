@@ -8,6 +8,7 @@ from collections import deque
 NEW_SAMPLE_WEIGHT = 0.2  # weight of a new measurement in a running average
 MIN_MEASURED_BYTES = 256 * 1024  # smaller transfers measure only the overhead of a call
 INITIAL_SECONDS_PER_ENTRY = 1e-3  # until a prefill was measured
+INITIAL_SECONDS_PER_BYTE = 2e-10  # until a transfer was measured
 
 
 class CostModel:
@@ -19,8 +20,8 @@ class CostModel:
         self.bytes_per_entry = 20_000.0  # of a full state
         self.seconds_per_step = 1e-3  # decode without prompt entries
         self.step_costs = StepCosts()
-        self._transfer = RunningAverage(2e-10)
-        self._disk = RunningAverage(1e-9)
+        self._transfer = RecentTimings()  # seconds per byte
+        self._disk = RunningAverage(1e-9)  # not the fastest reads, as for transfers: those come from the page cache
         self._has_entry_size = False  # whether `bytes_per_entry` was measured
 
     @property
@@ -31,7 +32,7 @@ class CostModel:
     @property
     def seconds_per_byte(self) -> float:
         """Seconds to transfer a byte between the device and RAM."""
-        return self._transfer.value
+        return self._transfer.seconds if len(self._transfer) else INITIAL_SECONDS_PER_BYTE
 
     @property
     def seconds_per_disk_byte(self) -> float:

@@ -91,11 +91,12 @@ class PlanInputs:
     estimate_checkpoint_seconds: Callable[[Checkpoint], float] = lambda checkpoint: 0.0
     cells_suffice: bool = True  # the state of a sequence is nothing but cells
     estimate_store_seconds: Callable[[int], float] | None = None  # to store a sequence; None: evicted ones are lost
+    has_last_logits: bool = False  # the logits after the prompt are stored
 
     @property
     def max_reuse_length(self) -> int:
-        """At least the last entry is recomputed, because its logits are needed."""
-        return len(self.prompt) - 1
+        """The logits after the last entry are needed: unless they are stored, at least this entry is recomputed."""
+        return len(self.prompt) if self.has_last_logits else len(self.prompt) - 1
 
     def limit_reuse(self, shared_entries: int) -> int:
         """Return how much of a common prefix is reusable: in deterministic mode, up to the end of a full chunk."""

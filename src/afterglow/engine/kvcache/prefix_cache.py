@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from afterglow.engine.kvcache.blocks import StoredPrefix
 from afterglow.engine.kvcache.checkpoints import Checkpoint, choose_checkpoint_positions
@@ -120,6 +121,7 @@ class PrefixCache:
         if requested is not None:  # only this slot may be modified; busy ones may be copied
             candidates = [candidate for candidate in candidates if candidate.slot is requested or candidate.slot.busy]
         use_store = use_prefix_cache and target is not None
+        has_last_logits = use_prefix_cache and self._keeps_prompt_ends and self.store.has_logits(entries, namespace)
         return plan_prefix(
             PlanInputs(
                 prompt=entries,
@@ -137,8 +139,13 @@ class PrefixCache:
                 estimate_checkpoint_seconds=self.store.estimate_checkpoint_seconds,
                 cells_suffice=not capabilities.has_partial_state,
                 estimate_store_seconds=self._estimate_store_seconds if self._can_store else None,
+                has_last_logits=has_last_logits,
             )
         )
+
+    @property
+    def _keeps_prompt_ends(self) -> bool:
+        return self._backend.capabilities.starts_from_logits and self._can_store
 
     @property
     def _can_store(self) -> bool:
@@ -409,6 +416,32 @@ class PrefixCache:
             self._add_checkpoint(sequence, self._save_partial_state(sequence))
         self._drop_orphaned_checkpoints()  # evicting may have removed their cells
 
+    def keep_prompt_end(self, sequence: Sequence, logits: NDArray[np.float32]) -> None:
+        """Keep what a repeat of the prompt in a sequence needs to compute nothing: logits and maybe a checkpoint."""
+        entries = sequence.entries
+        is_on_grid = round_down_to_grid(len(entries), entries, self.grid) == len(entries)
+        if sequence.is_transient or not self._keeps_prompt_ends or not is_on_grid:
+            return
+        if self._backend.capabilities.has_partial_state and self._is_worth_checkpoint(sequence):
+            self.take_checkpoint(sequence)
+        self.store.store_logits(entries, sequence.namespace, logits)
+        self._drop_orphaned_checkpoints()  # evicting may have removed their cells
+
+    def load_last_logits(self, entries: Entries, namespace: str) -> NDArray[np.float32] | None:
+        """Return the logits after a prompt; None if they are not stored."""
+        return self.store.load_logits(entries, namespace)
+
+    def _is_worth_checkpoint(self, sequence: Sequence) -> bool:
+        """Return whether a checkpoint at the end of a sequence costs less than what it is expected to save.
+
+        Without it, a repeat computes the entries after the checkpoint before it.
+        """
+        path = self.checkpoints.find_on_path(sequence.entries, sequence.namespace)
+        start = next((checkpoint.position for checkpoint in path), 0)
+        recompute = max((len(sequence) - start) * self.cost_model.seconds_per_entry, self.cost_model.seconds_per_row)
+        transfer = self._backend.get_state_size(sequence.seq_id, "partial") * self.cost_model.seconds_per_byte
+        return estimate_eviction_cost(recompute, 0.0, transfer) < estimate_eviction_cost(recompute, 0.0)
+
     def _save_partial_state(self, sequence: Sequence) -> BackendState:
         started = time.perf_counter()
         state = self._backend.save(sequence.seq_id, "partial", long_lived=True)
@@ -480,8 +513,10 @@ class PrefixCache:
             if is_stored or not (keep_all or self._is_worth_storing(slot, remaining)):
                 return
             capabilities = self._backend.capabilities
+            last_logits = self.store.ram.logits.find_on_path(slot.entries, slot.namespace)
             if not capabilities.has_partial_state:
-                self.store.store_sequence(slot, None)
+                if self.store.store_sequence(slot, None):
+                    self.store.write_back_logits(last_logits)
                 return
             if not self._checkpoint_settings.max_checkpoints:
                 return  # without a checkpoint, the cells would be of no use
@@ -491,6 +526,7 @@ class PrefixCache:
             if not self.checkpoints.has_checkpoint_at(slot.entries, slot.namespace):
                 self._add_checkpoint(slot, state)
             self.store.write_back(self.checkpoints.find_on_path(slot.entries, slot.namespace))
+            self.store.write_back_logits(last_logits)
 
     def _write_to_disk(self, slot: Sequence, *, keep_all: bool = False) -> None:
         """Store a sequence if it is worth it, and queue everything of it that is stored but not on disk."""

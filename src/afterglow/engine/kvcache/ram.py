@@ -1,4 +1,4 @@
-"""RAM tier of the prefix cache: blocks in least-recently-used order, checkpoints, and eviction of both."""
+"""RAM tier of the prefix cache: blocks in least-recently-used order, checkpoints, last logits, and their eviction."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from afterglow.engine.kvcache.budget import ByteKind
 from afterglow.engine.kvcache.checkpoints import CHECKPOINT_TABLE_BYTES, Checkpoint, CheckpointStore
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.eviction import choose_victims, compute_log_value, compute_rank, find_victim
+from afterglow.engine.kvcache.last_logits import LOGITS_TABLE_BYTES, LastLogits, LogitsStore
 from afterglow.engine.types.backend import BackendState
 from afterglow.engine.types.cache_events import CacheEventLog
 from afterglow.engine.types.counters import TierCounters
@@ -43,6 +44,7 @@ class RamTier:
         self.events = CacheEventLog()  # of all tiers
         self.counters = TierCounters()
         self.checkpoints = checkpoints
+        self.logits = LogitsStore(cost_model, tree.budget)
         self.bytes_per_entry = 0.0  # of the last stored sequence; 0: none was stored yet
         self.protected: AbstractSet[bytes] = frozenset()  # keys of blocks that must not be evicted now
         self._tree = tree
@@ -66,10 +68,12 @@ class RamTier:
 
     # --- storing
 
-    def put(self, data: Block | Checkpoint) -> None:
-        """Add a block or a checkpoint for which space was reserved."""
+    def put(self, data: Block | Checkpoint | LastLogits) -> None:
+        """Add a block, a checkpoint or last logits for which space was reserved."""
         if isinstance(data, Checkpoint):
             self.checkpoints.add(data)
+        elif isinstance(data, LastLogits):
+            self.logits.add(data)
         else:
             self._blocks[data.key] = data
             self.budget.add("blocks", data.nbytes)
@@ -140,13 +144,21 @@ class RamTier:
         self.events.record("evicted", "checkpoint", entries=0, nbytes=before - self.checkpoints.nbytes)
         return has_room and self.evict_until_free(nbytes + table_bytes)
 
-    def _evict_one(self, protected: AbstractSet[bytes]) -> int | None:
-        """Evict the least recently used block or the least valuable checkpoint, whichever has the lower rank.
+    def can_add_logits(self, entries: Entries, logits_bytes: int) -> bool:
+        """Evict until the last logits of a prompt with these entries fit; return False if they cannot."""
+        nbytes = page_buffers.get_allocated_bytes(logits_bytes) + entries.nbytes
+        table_bytes = LOGITS_TABLE_BYTES + entries.nbytes
+        return self.logits.evict_until_fits(nbytes) and self.evict_until_free(nbytes + table_bytes)
 
-        Returns the number of entries of the block, 0 for a checkpoint, or None if there is nothing to evict.
+    def _evict_one(self, protected: AbstractSet[bytes]) -> int | None:
+        """Evict the least recently used block or logits, or the least valuable checkpoint: the lowest rank.
+
+        Returns the number of entries of the block, 0 for others, or None if there is nothing to evict.
         """
         block, checkpoint = find_victim(self, protected), self.checkpoints.find_victim()
-        if block is not None and (
+        if self._evict_logits(block, checkpoint):
+            entries = 0
+        elif block is not None and (
             checkpoint is None or self._compute_block_rank(block) <= self.checkpoints.compute_rank(checkpoint)
         ):
             self.forget(block)
@@ -159,6 +171,19 @@ class RamTier:
             return 0 if self._forget_blocks(protected) else None
         self.counters.evictions += 1
         return entries
+
+    def _evict_logits(self, block: Block | None, checkpoint: Checkpoint | None) -> bool:
+        """Evict the least recently used logits if they have a lower rank than a block and a checkpoint."""
+        logits = self.logits.find_victim()
+        if logits is None:
+            return False
+        rank = self.logits.compute_rank(logits)
+        if block is not None and self._compute_block_rank(block) <= rank:
+            return False
+        if checkpoint is not None and self.checkpoints.compute_rank(checkpoint) <= rank:
+            return False
+        self.logits.drop(logits)
+        return True
 
     def _forget_blocks(self, protected: AbstractSet[bytes]) -> bool:
         """Remove the least recently used blocks that only slower tiers hold from the tree; return if there were any.
@@ -199,9 +224,11 @@ class RamTier:
     def pin(self, data: Sequence[Block | Checkpoint]) -> None: ...
 
     def clear(self) -> None:
-        """Remove all blocks. The prefix cache drops the checkpoints that have no cells any more."""
+        """Remove all blocks and logits. The prefix cache drops the checkpoints that have no cells any more."""
         for block in list(self):
             self.forget(block)
+        for logits in self.logits:
+            self.logits.drop(logits)
 
     def flush(self, timeout: float) -> bool:
         return True

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from afterglow.engine.kvcache.blocks import BLOCK_TABLE_BYTES, Block, BlockHasher, BlockTree, StoredPrefix
 from afterglow.engine.kvcache.budget import ByteBudget
@@ -16,6 +17,7 @@ from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.disk.tier import DiskTier
 from afterglow.engine.kvcache.disk.writer import logger
+from afterglow.engine.kvcache.last_logits import LastLogits, copy_logits
 from afterglow.engine.kvcache.pins import PinManager, PinnedSpan, find_expiry
 from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.kvcache.sequence import Sequence
@@ -210,6 +212,50 @@ class TieredStore:
         self.pin_manager.enforce_limit()
         return True
 
+    def store_logits(self, entries: Entries, salt: str, logits: NDArray[np.float32]) -> None:
+        """Add the logits after a prompt to RAM, if they fit and are not there."""
+        last_logits = self.ram.logits.find(entries, salt)
+        if last_logits is not None:
+            self.ram.logits.touch(last_logits)
+        elif self.ram.can_add_logits(entries, logits.nbytes):
+            self.ram.put(LastLogits(entries=entries.copy(), logits=copy_logits(logits), salt=salt))
+
+    def has_logits(self, entries: Entries, salt: str) -> bool:
+        """Return whether the logits after exactly these entries are stored."""
+        if self.ram.logits.find(entries, salt) is not None:
+            return True
+        return self.disk_tier is not None and self.disk_tier.find_logits(entries, salt) is not None
+
+    def load_logits(self, entries: Entries, salt: str) -> NDArray[np.float32] | None:
+        """Return the logits after exactly these entries; None if they are not stored, or damaged."""
+        last_logits = self.ram.logits.find(entries, salt)
+        if last_logits is not None:
+            self.ram.logits.touch(last_logits)
+            return last_logits.logits
+        disk = self.disk_tier
+        if disk is None or (key := disk.find_logits(entries, salt)) is None:
+            return None
+        logits = disk.load_logits(key, entries)
+        if logits is not None:
+            self.store_logits(entries, salt, logits)
+        return logits
+
+    def _set_logits_keys(self, last_logits: LastLogits) -> None:
+        """Name logits before they are written: hashing a prompt that is never written would be in vain."""
+        if not last_logits.key:
+            entries, hasher = last_logits.entries, self.hasher
+            parent = hasher.hash_prefixes(entries, last_logits.salt)[-1]
+            start = len(entries) - len(entries) % hasher.block_size
+            self.ram.logits.set_keys(last_logits, hasher.hash_logits(parent, entries[start:]), parent, start)
+
+    def write_back_logits(self, data: Iterable[LastLogits]) -> None:
+        """Copy last logits in RAM to the tiers that do not hold them."""
+        if len(self.tiers) > 1:
+            for last_logits in data:
+                self._set_logits_keys(last_logits)
+                for tier in self.tiers[1:]:
+                    tier.put(last_logits)
+
     def write_back(self, data: Iterable[Block | Checkpoint]) -> None:
         """Copy blocks and checkpoints in RAM to the tiers that do not hold them."""
         for item in data:
@@ -220,11 +266,13 @@ class TieredStore:
         """Copy what is stored of a prompt to the tiers that do not hold it, e.g. after its files were removed."""
         self.write_back(self.find_stored_prefix(entries, salt).blocks)
         self.write_back(self.checkpoints.find_on_path(entries, salt))
+        self.write_back_logits(self.ram.logits.find_on_path(entries, salt))
 
     def write_back_all(self) -> None:
         """Copy everything in RAM to the tiers that do not hold it."""
         self.write_back(self.ram)
         self.write_back(self.checkpoints.all_checkpoints)
+        self.write_back_logits(self.ram.logits)
 
     # --- loading
 
@@ -267,12 +315,12 @@ class TieredStore:
             length += count
         if length != len(entries) or len({block.layout for block in used}) != 1:
             raise InvalidState(f"only {length} of {len(entries)} entries are stored")
-        position = self._interner.count_positions(entries)
+        position, read_at = self._interner.count_positions(entries), time.perf_counter()
         state = self._backend.assemble_state(used[0].layout, row_arrays, partial, position)
         sequence.load(entries, state)
-        seconds, nbytes = time.perf_counter() - started, sum(rows.nbytes for rows in row_arrays)
-        self._cost_model.record_transfer(nbytes, seconds, 0)
-        self.count_hit(len(entries), nbytes, seconds, checkpoint, used, tiers)
+        # All bytes of the state, with the checkpoint's, and without the time in which they were read from disk.
+        self._cost_model.record_transfer(state.nbytes, time.perf_counter() - read_at, 0)
+        self.count_hit(len(entries), state.nbytes, time.perf_counter() - started, checkpoint, used, tiers)
 
     def load_checkpoint_state(self, checkpoint: Checkpoint) -> BackendState:
         """Return the partial state of a checkpoint. One that is read from a slower tier is also added to RAM."""
@@ -332,7 +380,8 @@ class TieredStore:
         """
         self.refresh()
         index, offset = divmod(start, self.hasher.block_size)
-        parent = self.hasher.hash_prefixes(entries[:start], salt)[index]
+        prefix_keys = self.hasher.hash_prefixes(entries, salt)
+        parent = prefix_keys[index]
         portable = self._interner.to_portable_entries(entries[start - offset :])
         pending = [
             child for child in self.tree.get_children(parent) if common_prefix_length(child.entries, portable) > offset
@@ -350,8 +399,13 @@ class TieredStore:
         keys = {checkpoint.key for checkpoint in (*checkpoints, *found)}
         for checkpoint in checkpoints:
             self.checkpoints.drop(checkpoint)
+        for last_logits in self.ram.logits:
+            if last_logits.salt == salt and common_prefix_length(last_logits.entries, entries) > start:
+                self.ram.logits.drop(last_logits)
         if self.disk_tier is not None:
-            keys |= self.disk_tier.delete_checkpoints(keys, {block.key for block in blocks})
+            block_keys = {block.key for block in blocks}
+            keys |= self.disk_tier.delete_checkpoints(keys, block_keys)
+            self.disk_tier.delete_logits(block_keys.union(prefix_keys[index + 1 :]), parent, portable, offset)
         for block in reversed(blocks):
             for tier in self.tiers:
                 tier.delete(block)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from afterglow.engine.kvcache.blocks import Block
 from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.checkpoints import Checkpoint
+from afterglow.engine.kvcache.last_logits import LastLogits
 from afterglow.engine.types.backend import BackendState
 from afterglow.engine.types.counters import TierCounters
 from afterglow.engine.types.entries import Entries
@@ -44,8 +45,8 @@ class Tier(Protocol):
     def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
         """Return the checkpoints on the path of a prompt."""
 
-    def put(self, data: Block | Checkpoint) -> None:
-        """Hold a block or a checkpoint, now or soon, unless the tier holds it already."""
+    def put(self, data: Block | Checkpoint | LastLogits) -> None:
+        """Hold a block, a checkpoint or last logits, now or soon, unless the tier holds it already."""
 
     def forget(self, block: Block) -> None:
         """Notice that a block has left the tree. Other processes may still find it in this tier."""

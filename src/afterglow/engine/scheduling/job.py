@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from afterglow.engine.kvcache.sequence import SavedSequence, Sequence
 from afterglow.engine.multimodal.encoder_cache import EncodeTask
@@ -137,6 +138,8 @@ class RunningJob:
     ready_since: int = 0  # number of the decode after which its next entries could be computed
     entries_to_recompute: int = 0  # known entries that were dropped together with rejected draft tokens
     forced_entries: int = 0  # tokens that the grammar forced before the newest one, not computed yet
+    # After the prompt, if all of it was a prefix hit: the first token is sampled from them without a decode.
+    last_logits: NDArray[np.float32] | None = None
 
     @property
     def uncomputed_entries(self) -> int:
@@ -176,6 +179,13 @@ class RunningJob:
         """Whether the known entries without the newest token fill the sequence. Draft tokens beyond do not count."""
         cells = self.sequence.cell_count
         return cells >= self.max_cells and cells - (len(self.sequence) - self.job.known_length + 1) >= self.max_cells
+
+    def pop_last_logits(self, index: int) -> NDArray[np.float32]:
+        """Return the stored logits after the prompt, once. There are none after draft tokens (`index` above 0)."""
+        assert self.last_logits is not None
+        assert index == 0
+        logits, self.last_logits = self.last_logits, None
+        return logits
 
     def get_pending(self, count: int) -> Entries | list[int]:
         """Return the next `count` entries to compute."""

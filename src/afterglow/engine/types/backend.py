@@ -40,6 +40,9 @@ class Capabilities:
     max_rollback: int = 0  # newest entries that a sequence can drop right after a decode, e.g. rejected draft tokens
     copies_on_device: bool = False  # copying a sequence takes no time: a GPU copies within its memory
     can_replay: bool = False  # a sequence can return to a partial state that was saved before a decode
+    # The first token of an answer can be sampled from stored logits. Otherwise a drafter needs to see the last entry of
+    # every prompt decoded.
+    starts_from_logits: bool = True
 
     @property
     def has_partial_state(self) -> bool:

@@ -16,6 +16,7 @@ class EngineCounters:
     rows: int = 0
     prompt_entries: int = 0
     reused_entries: int = 0
+    skipped_prefills: int = 0  # prompts that were a prefix hit as a whole, with their logits: nothing was computed
     preempted: int = 0
     coalesced: int = 0
     interrupted: int = 0

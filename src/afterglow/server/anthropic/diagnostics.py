@@ -10,7 +10,7 @@ from afterglow.chat.prompt import ChatPrompt
 from afterglow.server.adapters import Lora
 from afterglow.server.explain import ExplainedMiss, explain_prompt_miss
 
-REUSED_REASONS: frozenset[MissReason] = frozenset({"fully reused", "continuation"})
+REUSED_REASONS: frozenset[MissReason] = frozenset({"repeated", "fully reused", "continuation"})
 UNAVAILABLE_REASONS: frozenset[MissReason] = frozenset(
     {"evicted", "no checkpoint", "window moved", "deterministic grid"}
 )

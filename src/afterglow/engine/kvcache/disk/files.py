@@ -1,4 +1,4 @@
-"""Files of the disk tier, one per block or checkpoint: written atomically, checked by a checksum over every byte."""
+"""Files of the disk tier, one per block, checkpoint or logits: written atomically, every byte under a checksum."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from afterglow.engine.types.entries import Entries
 from afterglow.errors import InvalidArgument, InvalidState
 
-FileKind: TypeAlias = Literal["cells", "state"]
+FileKind: TypeAlias = Literal["cells", "state", "logits"]
 Buffer: TypeAlias = bytes | memoryview
-FILE_KINDS: tuple[FileKind, ...] = ("cells", "state")
+FILE_KINDS: tuple[FileKind, ...] = ("cells", "state", "logits")
 MAGIC = b"afterglow segment\x01"  # the last byte is the version of the format
 CHECKSUM_BYTES = 32
 # kind, model, key, parent, start, number of entries, unused, cells, bytes of layout and payload, seconds, value
@@ -37,14 +37,14 @@ MAX_LABEL_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CacheFile:
-    """Contents of one file: a block ("cells") or a checkpoint ("state")."""
+    """Contents of one file: a block ("cells"), a checkpoint ("state") or the logits after a prompt ("logits")."""
 
     kind: FileKind
     model: bytes  # hash of library build, weights, cache types and everything else that determines the meaning
     key: bytes
     parent: bytes
-    start: int  # number of entries before it; of a checkpoint, those in full blocks
-    entries: Entries  # of a checkpoint, all entries before it
+    start: int  # number of entries before it; of a checkpoint or logits, those in full blocks
+    entries: Entries  # of a checkpoint or logits, all entries before it
     cells: int
     seconds: float  # compute time
     value: float  # seconds saved per byte, including everything that it depends on

@@ -249,13 +249,13 @@ class DiskIndex:
         return self._select(f"WHERE NOT {PINNED_CONDITION} {order}", now, HALF_LIFE_SECONDS, count)
 
     def find_dependents(self, row: IndexRow) -> list[IndexRow]:
-        """Return the files that are useless without this one: its children, and the checkpoints inside it."""
-        if row.kind == "state":
+        """Return the files that are useless without this one: its children, and checkpoints and logits inside it."""
+        if row.kind != "cells":
             return []
         return self._select("WHERE parent = ?", row.key) + [
             sibling
             for sibling in self._select("WHERE parent = ?", row.parent)
-            if sibling.kind == "state"
+            if sibling.kind != "cells"
             and 0 < len(sibling.entries) == common_prefix_length(sibling.entries, row.entries)
         ]
 

@@ -1,4 +1,4 @@
-"""Disk tier as the engine's thread sees it: blocks and checkpoints in files, found by their keys."""
+"""Disk tier as the engine's thread sees it: blocks, checkpoints and last logits in files, found by their keys."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from afterglow.engine.kvcache.disk.files import CacheFile, FileKind, LoadedFile,
 from afterglow.engine.kvcache.disk.index import IndexRow
 from afterglow.engine.kvcache.disk.prefetch import FileKey, Prefetcher
 from afterglow.engine.kvcache.disk.writer import DiskWriter, FileAdded, FileRemoved
+from afterglow.engine.kvcache.last_logits import LastLogits
 from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.types.backend import Backend, BackendState
 from afterglow.engine.types.counters import TierCounters
-from afterglow.engine.types.entries import Entries, EntryInterner
+from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
 
@@ -34,7 +35,7 @@ MIN_PREFETCH_SECONDS = 0.005  # shorter reads do not noticeably delay running re
 class DiskCheckpoint:
     """Checkpoint in a file: `start` entries in the full blocks up to key `parent`, followed by the entries `rest`.
 
-    It takes the place of the state of a `Checkpoint` that is not loaded.
+    It takes the place of the state of a `Checkpoint` that is not loaded. The same describes logits in a file.
     """
 
     key: bytes
@@ -76,6 +77,7 @@ class DiskTier:
         self._counters = TierCounters()
         self._written_bytes = 0  # by the writer, at the last `sync`
         self._checkpoints: dict[bytes, dict[bytes, DiskCheckpoint]] = {}  # by parent key, by key
+        self._logits: dict[bytes, DiskCheckpoint] = {}  # by key
         self.writer = DiskWriter(
             settings.disk_cache_directory,
             limit=settings.disk_cache_bytes,
@@ -108,6 +110,8 @@ class DiskTier:
                 case FileAdded(row) if row.kind == "cells":
                     added_entries += len(row.entries)
                     self._add_block(row)
+                case FileAdded(row) if row.kind == "logits":
+                    self._add_logits(row)
                 case FileAdded(row):
                     self._add_checkpoint(row)
                 case FileRemoved("cells", key):
@@ -118,6 +122,8 @@ class DiskTier:
                         self._tree.remove_unheld(block)
                 case FileRemoved("state", key):
                     self._remove_checkpoint(key)
+                case FileRemoved("logits", key):
+                    self._remove_logits(key)
         self._ram.events.record("evicted", self.name, entries=removed_entries, nbytes=removed_bytes)
         new_bytes = self.writer.counters.written_bytes - self._written_bytes
         if new_bytes > 0:  # otherwise other processes wrote the files
@@ -179,6 +185,38 @@ class DiskTier:
             if not siblings:
                 del self._checkpoints[parent]
 
+    def _add_logits(self, row: IndexRow) -> None:
+        logits = DiskCheckpoint(row.key, row.parent, row.start, row.entries, row.nbytes)
+        if logits.key not in self._logits and logits.table_bytes <= self._ram.budget.free_bytes:
+            self._logits[logits.key] = logits
+            self.budget.add("logits", logits.nbytes)
+            self._ram.budget.add("tables", logits.table_bytes)
+
+    def _remove_logits(self, key: bytes) -> None:
+        if (logits := self._logits.pop(key, None)) is not None:
+            self.budget.remove("logits", logits.nbytes)
+            self._ram.budget.remove("tables", logits.table_bytes)
+
+    def list_logits(self) -> list[DiskCheckpoint]:
+        return list(self._logits.values())
+
+    def find_logits(self, entries: Entries, salt: str) -> bytes | None:
+        """Return the key of the logits after exactly these entries, if they are on disk."""
+        if not self._logits:
+            return None
+        hasher = self._tree.hasher
+        parent, start = hasher.hash_prefixes(entries, salt)[-1], len(entries) - len(entries) % hasher.block_size
+        key = hasher.hash_logits(parent, entries[start:])
+        return key if key in self._logits else None
+
+    def delete_logits(self, parents: AbstractSet[bytes], parent: bytes, rest: Entries, offset: int) -> None:
+        """Delete the logits after these blocks, and those after `parent` that share more than `offset` of `rest`."""
+        for on_disk in self.list_logits():
+            is_inside = on_disk.parent == parent and common_prefix_length(on_disk.rest, rest) > offset
+            if is_inside or on_disk.parent in parents:
+                self._remove_logits(on_disk.key)
+                self.writer.remove("logits", on_disk.key)
+
     def delete_checkpoints(self, keys: AbstractSet[bytes], parents: AbstractSet[bytes]) -> set[bytes]:
         """Delete the checkpoints with these keys, and those after these blocks; return the keys of the files."""
         deleted = {
@@ -230,6 +268,8 @@ class DiskTier:
         self.writer.clear()
         for checkpoint in self.list_checkpoints():
             self._remove_checkpoint(checkpoint.key)
+        for logits in self.list_logits():
+            self._remove_logits(logits.key)
 
     def flush(self, timeout: float) -> bool:
         return self.writer.flush(timeout)
@@ -240,15 +280,26 @@ class DiskTier:
 
     # --- writing
 
-    def put(self, data: Block | Checkpoint) -> None:
-        """Queue a block or a checkpoint for writing, unless it is on disk."""
-        is_on_disk = data.is_on_disk if isinstance(data, Block) else data.key in self._checkpoints.get(data.parent, ())
+    def put(self, data: Block | Checkpoint | LastLogits) -> None:
+        """Queue a block, a checkpoint or last logits for writing, unless it is on disk."""
+        if isinstance(data, Block):
+            is_on_disk = data.is_on_disk
+        elif isinstance(data, LastLogits):
+            is_on_disk = data.key in self._logits
+        else:
+            is_on_disk = data.key in self._checkpoints.get(data.parent, ())
         if not is_on_disk:
             self.writer.enqueue(get_kind(data), data.key)
 
     def build_file(self, kind: FileKind, key: bytes) -> CacheFile | None:
         """Return the file to write, if its contents are still in RAM. Runs on the writer's thread."""
-        return self._build_block_file(key) if kind == "cells" else self._build_checkpoint_file(key)
+        match kind:
+            case "cells":
+                return self._build_block_file(key)
+            case "state":
+                return self._build_checkpoint_file(key)
+            case "logits":
+                return self._build_logits_file(key)
 
     def _build_block_file(self, key: bytes) -> CacheFile | None:
         block = self._ram.get(key)
@@ -289,6 +340,26 @@ class DiskTier:
             payload=self._backend.serialize_state(checkpoint.state),
             pinned_until=checkpoint.pinned_until,
             needs_cells=not is_standalone,
+        )
+
+    def _build_logits_file(self, key: bytes) -> CacheFile | None:
+        last_logits = self._ram.logits.get(key)
+        if last_logits is None:
+            return None
+        seconds = self._cost_model.seconds_per_row
+        return CacheFile(
+            kind="logits",
+            model=self._tree.hasher.model,
+            key=key,
+            parent=last_logits.parent,
+            start=last_logits.start,
+            entries=self._interner.to_portable_entries(last_logits.entries),
+            cells=0,
+            seconds=seconds,
+            value=seconds / last_logits.nbytes,
+            layout=b"",
+            payload=[last_logits.logits.view(np.uint8).data],
+            needs_cells=self._backend.capabilities.has_attention_cells,
         )
 
     @property
@@ -338,7 +409,21 @@ class DiskTier:
             self._remove_checkpoint(checkpoint.key)
             raise
 
+    def load_logits(self, key: bytes, entries: Entries) -> NDArray[np.float32] | None:
+        """Return the logits from their file; None if they are missing, damaged or not those after these entries."""
+        try:
+            loaded = self._load_file("logits", key)
+            is_row = len(loaded.payload) == 4 * self._backend.vocabulary_size
+            if not is_row or not np.array_equal(loaded.file.entries, self._interner.to_portable_entries(entries)):
+                self.writer.remove("logits", key)
+                raise InvalidState("a file contains other logits than expected")
+            self.writer.touch([build_file_name("logits", key)])
+            return np.frombuffer(loaded.payload, dtype=np.float32)
+        except InvalidState:
+            self._remove_logits(key)
+            return None
 
-def get_kind(data: Block | Checkpoint) -> FileKind:
-    """Return the kind of the file of a block or a checkpoint."""
-    return "cells" if isinstance(data, Block) else "state"
+
+def get_kind(data: Block | Checkpoint | LastLogits) -> FileKind:
+    """Return the kind of the file of a block, a checkpoint or last logits."""
+    return "cells" if isinstance(data, Block) else "logits" if isinstance(data, LastLogits) else "state"
