@@ -105,7 +105,8 @@ def main() -> int:
                         speeds[peer.name, loops].append(measure_speed(peer, text, tokens))
     medians = {key: statistics.median(values) for key, values in speeds.items()}
     print(
-        f"tokens per second, {arguments.threads} threads, median of {rounds} (minimum to maximum), share of the fair share"
+        f"tokens per second, {arguments.threads} threads, median of {rounds} (minimum to maximum), "
+        "share of the fair share"
     )
     for (name, loops), values in speeds.items():
         share = medians[name, loops] / (medians[name, 0] * compute_fair_share(arguments.threads, loops))

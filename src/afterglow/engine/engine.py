@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import deque
@@ -448,15 +447,10 @@ class Engine:
         if forced:
             forced -= sum([running.forced_entries for running in jobs])  # those that this decode computed
         rows, draft_tokens = self.counters.record_decode(spans, recomputed)
-        if self.sliced_work:
-            self._wait_for_logits(spans)
+        self._wait_for_logits(spans)
         for index, (running, span) in enumerate(zip(jobs, spans, strict=True)):
             if span.outputs:
-                first_row = len(span.entries) - span.outputs
-                if not running.job.generated:
-                    logits = self.backend.get_logits(index, first_row)
-                    self.prefix_cache.keep_prompt_end(running.sequence, logits)
-                tokens += self._sample(running, functools.partial(self._get_row_logits, index, first_row))
+                tokens += self._sample_rows(running, index, len(span.entries) - span.outputs)
             elif span.completes_entry:
                 job, length = running.job, len(running.sequence)
                 self._events.append(job.build_progress(length))
@@ -475,7 +469,9 @@ class Engine:
             self.prefix_cache.cost_model.record_prefill(rows, seconds)
 
     def _wait_for_logits(self, spans: list[DecodeSpan]) -> None:
-        """Run sliced work until a GPU has computed the logits. On a CPU the decode itself has waited."""
+        """Run sliced work, if any, until a GPU has computed the logits. On a CPU the decode itself has waited."""
+        if not self.sliced_work:
+            return
         for index, span in enumerate(spans):
             if span.outputs:
                 with self.sliced_work.run_meanwhile("logits"):
@@ -488,8 +484,11 @@ class Engine:
             self.counters.skipped_prefills += 1
             self._sample(running, running.pop_last_logits)
 
-    def _get_row_logits(self, span: int, first_row: int, index: int) -> NDArray[np.float32]:
-        return self.backend.get_logits(span, first_row + index)
+    def _sample_rows(self, running: RunningJob, span: int, first_row: int) -> int:
+        """Sample after the last rows of a span. The logits after a prompt are kept for its repeats."""
+        if not running.job.generated:
+            self.prefix_cache.keep_prompt_end(running.sequence, self.backend.get_logits(span, first_row))
+        return self._sample(running, lambda index: self.backend.get_logits(span, first_row + index))
 
     def _sample(self, running: RunningJob, get_logits: GetLogits) -> int:
         """Sample the job's next tokens after its last known entry. Return how many there are."""
