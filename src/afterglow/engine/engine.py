@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -451,7 +452,10 @@ class Engine:
         """Run sliced work until a GPU has computed the logits. On a CPU the decode itself has waited."""
         for index, span in enumerate(spans):
             if span.outputs:
-                with self.sliced_work.run_meanwhile("logits"):
+                with (
+                    self.sliced_work.run_meanwhile("logits"),
+                    contextlib.suppress(AfterglowError),
+                ):  # `_sample` reports it
                     self.backend.get_logits(index, len(span.entries) - span.outputs)
                 return
 
