@@ -452,10 +452,8 @@ class Engine:
         """Run sliced work until a GPU has computed the logits. On a CPU the decode itself has waited."""
         for index, span in enumerate(spans):
             if span.outputs:
-                with (
-                    self.sliced_work.run_meanwhile("logits"),
-                    contextlib.suppress(AfterglowError),
-                ):  # `_sample` reports it
+                # Sampling reports errors.
+                with self.sliced_work.run_meanwhile("logits"), contextlib.suppress(AfterglowError):
                     self.backend.get_logits(index, len(span.entries) - span.outputs)
                 return
 
