@@ -81,6 +81,17 @@ test("stop ends a response in its prefill", async () => {
   assert.deepEqual([chat.generation, chat.path[1].info.state, chat.path[1].message.content], [null, "stopped", ""]);
 });
 
+test("a response that is stopped while it is decoded has the tokens of its prompt", async () => {
+  const { server, chat } = start();
+  server.chunks = [{ choices: [], prompt_progress: { total: 100, cache: 20, processed: 100, seconds_left: 0 } }, { choices: [{ delta: { content: "Hel" } }] }, "wait"];
+  const done = chat.send("long", [], "tiny");
+  while (!chat.generation?.tokens) await new Promise((resolve) => setTimeout(resolve, 1));
+  chat.stop();
+  await done;
+  const { info } = chat.path[1];
+  assert.deepEqual([info.state, info.prompt_tokens, info.cached_tokens, info.generated_tokens], ["stopped", 100, 20, 1]);
+});
+
 test("leaving a conversation saves and stops its response, and not that of the next one", async () => {
   const { server, chat } = start();
   server.chunks = [{ choices: [{ delta: { content: "Hel" } }] }, "wait"];

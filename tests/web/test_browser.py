@@ -152,8 +152,22 @@ def test_a_chat_streams_and_shows_markdown(page: Page) -> None:
     expect(last.locator("a")).to_have_attribute("href", "https://example.com/")
     expect(last.locator("td").nth(1)).to_have_text("<script>alert(2)</script>")
     expect(last.locator(".code-block code")).to_have_text('print("<b>")')
-    expect(page.locator(".cost")).to_have_text(re.compile(r"reused [\d,]+ of [\d,]+, computed [\d,]+"))
+    expect(page.locator(".cost").last).to_have_text(re.compile(r"reused [\d,]+ of [\d,]+, computed [\d,]+"))
     expect(page.locator(".context")).to_have_text(re.compile(r"^[\d,]+ of 32,768 tokens$"))
+
+
+def test_thoughts_are_folded(page: Page) -> None:
+    deltas = [{"reasoning_content": "First I think."}, {"content": "Then I answer."}]
+    chunks = [json.dumps({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
+    stream = "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"])
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=stream))
+    ask(page, "Think!")
+    thoughts = page.locator("ag-message details.thoughts").last
+    expect(thoughts.locator("summary")).to_have_text("Thoughts")
+    expect(thoughts.locator(".thought-text")).to_be_hidden()
+    thoughts.locator("summary").click()
+    expect(thoughts.locator(".thought-text")).to_have_text("First I think.")
+    assert get_last_text(page) == "Then I answer."
 
 
 def test_stop_ends_a_request_in_its_prefill(page: Page, server: ServerProcess) -> None:

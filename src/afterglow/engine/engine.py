@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -474,7 +475,8 @@ class Engine:
             return
         for index, span in enumerate(spans):
             if span.outputs:
-                with self.sliced_work.run_meanwhile("logits"):
+                # Sampling reports errors.
+                with self.sliced_work.run_meanwhile("logits"), contextlib.suppress(AfterglowError):
                     self.backend.get_logits(index, len(span.entries) - span.outputs)
                 return
 

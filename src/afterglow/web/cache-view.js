@@ -12,7 +12,7 @@ import "./requests-view.js";
 
 const MAX_NODES = 2000;
 const POLL_SECONDS = 2; // besides events
-const SETTLE_SECONDS = 0.25; // between an event and the next look at the tree
+const SETTLE_SECONDS = 0.15; // between an event and the next look at the tree
 const RETRY_SECONDS = 2; // after the stream of events ended
 const TIERS = [["device", "Device"], ["ram", "RAM"], ["disk", "Disk"], ["checkpoint", "Checkpoint only"]];
 const LIST_EVENTS = new Set(["admitted", "finished", "failed"]); // the list has more about them than the event

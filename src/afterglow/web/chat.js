@@ -202,7 +202,9 @@ export class Chat extends EventTarget {
     const prefill = (generation.first ?? this.#clock()) - generation.started;
     const decode = generation.first === null ? 0 : generation.last - generation.first;
     const tokens = node.info.generated_tokens ?? generation.tokens;
-    node.info = { ...node.info, ...info, generated_tokens: tokens, prefill_seconds: round(prefill), decode_seconds: round(decode) };
+    const { progress } = generation;
+    const prompt = progress && generation.first !== null ? { prompt_tokens: progress.total, cached_tokens: progress.cache } : {}; // a stopped response has no usage
+    node.info = { ...prompt, ...node.info, ...info, generated_tokens: tokens, prefill_seconds: round(prefill), decode_seconds: round(decode) };
   }
 
   async #saveResponse(id) {

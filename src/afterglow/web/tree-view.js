@@ -180,7 +180,10 @@ function buildMarks(node, box) {
 function buildAxis(marks, layout, height) {
   return svg("g", { class: "axis", "aria-hidden": "true" }, marks.map((mark) => {
     const x = round((mark - layout.start) * layout.scale);
-    return svg("g", {}, svg("path", { d: `M${x + 0.5} ${AXIS_HEIGHT - 5}V${height}` }), svg("text", { x: x + 4, y: 12 }, formatCount(mark)));
+    const text = formatCount(mark);
+    const isLast = x + 4 + text.length * CHARACTER_WIDTH > (layout.end - layout.start) * layout.scale; // its label is on the left
+    const label = svg("text", { x: isLast ? x - 4 : x + 4, y: 12, "text-anchor": isLast ? "end" : "start" }, text);
+    return svg("g", {}, svg("path", { d: `M${x + 0.5} ${AXIS_HEIGHT - 5}V${height}` }), label);
   }));
 }
 

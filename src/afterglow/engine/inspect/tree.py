@@ -1,7 +1,7 @@
 """The prefix cache of one salt as a tree: sequences, stored blocks, checkpoints and pins, merged by their entries.
 
 Branch points and ends are nodes; a chain of blocks between them is one node. The walk takes time that grows with the
-number of blocks, about 60 ms for 1,000 conversations. `SlicedWork` runs it on another thread while the engine thread
+number of blocks, about 80 ms for 1,000 conversations. `SlicedWork` runs it on another thread while the engine thread
 waits for llama.cpp or for commands, so that a look costs the engine less than 2 ms. It costs nothing unless it is
 asked for.
 """
