@@ -1,4 +1,4 @@
-"""Server-sent events: signs of life of a stream."""
+"""Server-sent events: signs of life of a stream, also of one whose response does not exist yet."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import Message
 
 from afterglow.engine.types.request import PrefillProgress
-from afterglow.server.sse import EventStreamResponse, format_ping_comment
+from afterglow.server.errors import invalid_request_error
+from afterglow.server.sse import EarlyStreamResponse, EventStreamResponse, StreamFormat, format_ping_comment
 
 
 def test_a_silent_stream_gets_comments_with_the_progress_of_the_prefill() -> None:
@@ -42,3 +44,57 @@ def test_a_silent_stream_gets_comments_with_the_progress_of_the_prefill() -> Non
     asyncio.run(run())
     assert sent[1:3] == [b": ping\n\n", b": ping, 25% of the prompt computed, 15 s left\n\n"]
     assert b"data: x\n\n" in sent
+
+
+def run_early_stream(*, fails: bool = False, disconnects: bool = False) -> tuple[list[Message], bool]:
+    """Run a response that exists after two pings; return what was sent, and whether its work was cancelled."""
+    sent: list[Message] = []
+
+    async def run() -> bool:
+        has_two_pings = asyncio.Event()
+
+        async def work() -> Response:
+            await has_two_pings.wait()
+            if disconnects:
+                await asyncio.Event().wait()
+            if fails:
+                raise invalid_request_error("messages", "too long")
+            return Response("data: x\n\n")
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+            if len(sent) > 2:
+                has_two_pings.set()
+
+        async def receive() -> Any:
+            await (has_two_pings if disconnects else asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        task = asyncio.ensure_future(work())
+        format = StreamFormat(lambda error: f"error: {error.message}".encode())
+        await EarlyStreamResponse(task, ping_seconds=0.01, format=format)({"type": "http"}, receive, send)
+        await asyncio.wait({task})
+        return task.cancelled()
+
+    return sent, asyncio.run(run())
+
+
+def test_a_stream_whose_model_is_being_loaded_gets_pings_and_then_its_events() -> None:
+    sent, _ = run_early_stream()
+    assert [message["type"] for message in sent].count("http.response.start") == 1
+    assert (b"content-type", b"text/event-stream; charset=utf-8") in sent[0]["headers"]
+    bodies = [message["body"] for message in sent[1:]]
+    assert bodies[:2] == [b": ping\n\n", b": ping\n\n"]
+    assert bodies[-1] == b"data: x\n\n"
+
+
+def test_an_error_before_the_first_event_of_an_early_stream_is_an_event() -> None:
+    sent, _ = run_early_stream(fails=True)
+    assert sent[-1]["body"].startswith(b"error: ")
+    assert not sent[-1].get("more_body")
+
+
+def test_a_client_that_leaves_an_early_stream_cancels_its_work() -> None:
+    sent, was_cancelled = run_early_stream(disconnects=True)
+    assert was_cancelled
+    assert sent[-1]["body"] == b": ping\n\n"

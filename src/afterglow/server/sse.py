@@ -6,9 +6,11 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
 from sse_starlette.sse import EventSourceResponse
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from afterglow.engine.types.request import PrefillProgress
@@ -87,6 +89,59 @@ class EventStreamResponse(EventSourceResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._on_close()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """How an API formats the signs of life and the error of a stream that has no events yet."""
+
+    format_error: Callable[[APIError], bytes]
+    format_ping: PingFormat = format_ping_comment
+
+
+class EarlyStreamResponse(Response):
+    """Stream that starts before its response exists, e.g. while a model is loaded: pings, then that response.
+
+    An error that occurs until then is the only event.
+    """
+
+    def __init__(self, response: asyncio.Future[Response], *, ping_seconds: float, format: StreamFormat) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store"})
+        del self.headers["content-length"]
+        self._response = response
+        self._ping_seconds = ping_seconds
+        self._format = format
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_body(message: Message) -> None:
+            if message["type"] != "http.response.start":
+                await send(message)
+
+        disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while not self._response.done() and not disconnect.done():
+                ping = self._format.format_ping(None)
+                await send({"type": "http.response.body", "body": ping, "more_body": True})
+                waits_for: set[asyncio.Future[Any]] = {self._response, disconnect}
+                await asyncio.wait(waits_for, timeout=self._ping_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not self._response.done():
+                return
+            response = self._response.result()
+        except (AfterglowError, APIError) as error:
+            api_error = to_api_error(error)
+            get_record().finish_reason = api_error.code
+            return await send({"type": "http.response.body", "body": self._format.format_error(api_error)})
+        finally:
+            disconnect.cancel()
+            self._response.cancel()
+        await response(scope, receive, send_body)
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client closes the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def report_errors(

@@ -24,6 +24,7 @@ from afterglow.server.history import RequestHistory
 from afterglow.server.metrics import Metrics
 from afterglow.server.models import ModelRegistry, get_held_model
 from afterglow.server.settings import ServerSettings
+from afterglow.server.sse import EarlyStreamResponse, StreamFormat, wait_for_disconnect
 
 ResultT = TypeVar("ResultT")
 ItemT = TypeVar("ItemT")
@@ -125,26 +126,34 @@ class ServerState(Closeable):
             raise
 
     async def run_while_connected(
-        self, request: Request, work: Coroutine[Any, Any, Response], prompt_field: str
+        self,
+        request: Request,
+        work: Coroutine[Any, Any, Response],
+        prompt_field: str,
+        stream_format: StreamFormat | None = None,
     ) -> Response:
         """Run `work` and cancel it if the client disconnects.
 
-        `prompt_field` is the request field that errors about the prompt name.
+        `prompt_field` is the request field that errors about the prompt name. With a `stream_format`, work that takes
+        longer than `ping_seconds` starts its stream early, so that the client is not left without a sign of life.
         """
-        response = asyncio.ensure_future(work)
-        disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
+        response = asyncio.ensure_future(_name_prompt_field(work, prompt_field))
+        disconnect = asyncio.ensure_future(wait_for_disconnect(request.receive))
+        ping_seconds = self.settings.ping_seconds
+        starts_early = False
         try:
-            await asyncio.wait({response, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            timeout = None if stream_format is None else ping_seconds
+            await asyncio.wait({response, disconnect}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if response.done():
                 return response.result()
-            raise Cancelled("the client disconnected")
-        except RequestError as error:
-            api_error = to_api_error(error)
-            api_error.param = prompt_field if api_error.param == "messages" else api_error.param
-            raise api_error from None
+            if stream_format is None or disconnect.done():
+                raise Cancelled("the client disconnected")
+            starts_early = True
+            return EarlyStreamResponse(response, ping_seconds=ping_seconds, format=stream_format)
         finally:
             disconnect.cancel()
-            response.cancel()
+            if not starts_early:
+                response.cancel()
 
     async def update_metrics(self) -> None:
         """Refresh the gauges of queues and engines. An engine that does not respond in time keeps its old values."""
@@ -194,9 +203,14 @@ def _cancel_all(future: Future[Sequence[Cancellable]]) -> None:
             stream.cancel()
 
 
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def _name_prompt_field(work: Coroutine[Any, Any, Response], prompt_field: str) -> Response:
+    """Run `work`. Errors about the prompt name the field of the request."""
+    try:
+        return await work
+    except RequestError as error:
+        api_error = to_api_error(error)
+        api_error.param = prompt_field if api_error.param == "messages" else api_error.param
+        raise api_error from None
 
 
 async def merge_streams(streams: Sequence[AsyncIterator[ItemT]]) -> AsyncIterator[tuple[int, ItemT]]:

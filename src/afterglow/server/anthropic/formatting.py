@@ -15,7 +15,7 @@ from afterglow.server.anthropic.errors import build_error_body
 from afterglow.server.errors import APIError
 from afterglow.server.generation import Generation
 from afterglow.server.sealing import get_sealer
-from afterglow.server.sse import format_event
+from afterglow.server.sse import StreamFormat, format_event
 
 ItemT = TypeVar("ItemT")
 MessageEvent: TypeAlias = dict[str, Any]
@@ -140,6 +140,14 @@ def format_ping(progress: PrefillProgress | None) -> bytes:
     return format_event(PING_EVENT, "ping")
 
 
+def format_stream_error(error: APIError) -> bytes:
+    """Format the error that ends a stream."""
+    return format_event(build_error_body(error), "error")
+
+
+STREAM_FORMAT = StreamFormat(format_stream_error, format_ping)
+
+
 class MessageFormatter:
     """Formats a generation as a message, whole or as events."""
 
@@ -188,7 +196,7 @@ class MessageFormatter:
 
     def format_error(self, error: APIError) -> bytes:
         """Format the error that ends a stream."""
-        return format_event(build_error_body(error), "error")
+        return format_stream_error(error)
 
     async def _build_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[MessageEvent]:
         is_started = False

@@ -18,7 +18,7 @@ from afterglow.server.anthropic.conversion import (
     omits_thinking,
 )
 from afterglow.server.anthropic.diagnostics import diagnose
-from afterglow.server.anthropic.formatting import MessageFormatter, format_ping
+from afterglow.server.anthropic.formatting import STREAM_FORMAT, MessageFormatter, format_ping
 from afterglow.server.anthropic.schema import CountTokensRequest, MessagePromptFields, MessageRequest
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.generation import ConversationRequest, build_prompt, start_generation
@@ -39,7 +39,10 @@ def build_router(state: ServerState) -> APIRouter:
     @router.post("/v1/messages", summary="Create a message")
     async def create(body: MessageRequest, request: Request) -> Response:
         return await state.run_while_connected(
-            request, create_message(state, body, get_tenant_salt(request)), "messages"
+            request,
+            create_message(state, body, get_tenant_salt(request)),
+            "messages",
+            STREAM_FORMAT if body.stream else None,
         )
 
     @router.post("/v1/messages/count_tokens", summary="Count the prompt tokens of a message")

@@ -11,11 +11,10 @@ from fastapi.responses import JSONResponse
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError
 from afterglow.server.generation import ConversationRequest, build_prompt, start_generation
-from afterglow.server.llamacpp.errors import build_error_body
+from afterglow.server.llamacpp.formatting import STREAM_FORMAT, format_stream_error
 from afterglow.server.openai.chat import ChatFormatter, build_generation_request, check_fields
 from afterglow.server.openai.schema.chat import ChatRequest
 from afterglow.server.schema.base import StrictRoute
-from afterglow.server.sse import format_event
 from afterglow.server.state import ServerState
 
 
@@ -26,7 +25,7 @@ def build_router(state: ServerState) -> APIRouter:
     @router.post("/chat/completions", summary="llama-server: create a chat completion")
     async def complete_chat(body: ChatRequest, request: Request) -> Response:
         work = create_chat_completion(state, body, get_tenant_salt(request))
-        return await state.run_while_connected(request, work, "messages")
+        return await state.run_while_connected(request, work, "messages", STREAM_FORMAT if body.stream else None)
 
     async def count_input_tokens(body: ChatRequest, request: Request) -> Response:
         conversation = build_generation_request(state, body, get_tenant_salt(request))
@@ -60,4 +59,4 @@ class LlamaChatFormatter(ChatFormatter):
 
     def format_error(self, error: APIError) -> bytes:
         """Format the error that ends a stream."""
-        return format_event(build_error_body(error))
+        return format_stream_error(error)

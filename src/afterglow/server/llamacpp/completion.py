@@ -11,7 +11,7 @@ from afterglow.server.auth import get_tenant_salt
 from afterglow.server.generation import start_generation
 from afterglow.server.llamacpp import conversion
 from afterglow.server.llamacpp.errors import not_supported_error
-from afterglow.server.llamacpp.formatting import LlamaCompletionFormatter, check_response_fields
+from afterglow.server.llamacpp.formatting import STREAM_FORMAT, LlamaCompletionFormatter, check_response_fields
 from afterglow.server.llamacpp.prompts import list_prompts, tokenize_prompt
 from afterglow.server.llamacpp.schema import LlamaCompletionRequest, LlamaGenerationFields, LlamaInfillRequest
 from afterglow.server.schema.base import StrictRoute
@@ -26,7 +26,9 @@ def build_router(state: ServerState) -> APIRouter:
         def tokenize(model: Model) -> list[list[int]]:
             return [tokenize_prompt(model, prompt) for prompt in list_prompts(body.prompt)]
 
-        return await state.run_while_connected(request, generate(state, body, request, tokenize), "prompt")
+        stream_format = STREAM_FORMAT if body.stream else None
+        work = generate(state, body, request, tokenize)
+        return await state.run_while_connected(request, work, "prompt", stream_format)
 
     for path in ("/completion", "/completions"):
         router.post(path, summary="llama-server: complete prompts")(complete)
@@ -36,7 +38,9 @@ def build_router(state: ServerState) -> APIRouter:
         def tokenize(model: Model) -> list[list[int]]:
             return [tokenize_infill(model, body)]
 
-        return await state.run_while_connected(request, generate(state, body, request, tokenize), "prompt")
+        stream_format = STREAM_FORMAT if body.stream else None
+        work = generate(state, body, request, tokenize)
+        return await state.run_while_connected(request, work, "prompt", stream_format)
 
     return router
 

@@ -16,7 +16,7 @@ from afterglow.server.generation import Generation
 from afterglow.server.llamacpp.errors import build_error_body
 from afterglow.server.llamacpp.schema import LlamaGenerationFields
 from afterglow.server.openai.formatting import RunningUsage, build_timings
-from afterglow.server.sse import format_event
+from afterglow.server.sse import StreamFormat, format_event
 
 UNLIMITED = -1
 SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
@@ -104,6 +104,14 @@ def find_stop_type(response: ChatResponse) -> str:
     return "word" if isinstance(response.stop_reason, str) else "eos"
 
 
+def format_stream_error(error: APIError) -> bytes:
+    """Format the error that ends a stream."""
+    return format_event(build_error_body(error))
+
+
+STREAM_FORMAT = StreamFormat(format_stream_error)
+
+
 class LlamaCompletionFormatter:
     """Formats a generation for /completion and /infill. Several completions are a list."""
 
@@ -143,7 +151,7 @@ class LlamaCompletionFormatter:
 
     def format_error(self, error: APIError) -> bytes:
         """Format the error that ends a stream."""
-        return format_event(build_error_body(error))
+        return format_stream_error(error)
 
     def _build_chunk(self, index: int, text: str, tokens: Sequence[Token], count: int) -> dict[str, Any]:
         request = self._generation.prompts[index // self._choices].request

@@ -17,6 +17,7 @@ from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.generation import ConversationRequest, Generation, start_generation
 from afterglow.server.openai.formatting import (
+    STREAM_FORMAT,
     ChunkFormatter,
     build_finish,
     build_timings,
@@ -49,7 +50,10 @@ def build_router(state: ServerState) -> APIRouter:
     @router.post("/v1/chat/completions", summary="Create a chat completion")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await state.run_while_connected(
-            request, create_chat_completion(state, body, get_tenant_salt(request)), "messages"
+            request,
+            create_chat_completion(state, body, get_tenant_salt(request)),
+            "messages",
+            STREAM_FORMAT if body.stream else None,
         )
 
     return router

@@ -21,6 +21,7 @@ from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.generation import Generation, PromptRequest, start_generation
 from afterglow.server.openai.formatting import (
+    STREAM_FORMAT,
     ChunkFormatter,
     build_finish,
     build_timings,
@@ -43,7 +44,10 @@ def build_router(state: ServerState) -> APIRouter:
     @router.post("/v1/completions", summary="Create a completion")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await state.run_while_connected(
-            request, create_completion(state, body, get_tenant_salt(request)), "prompt"
+            request,
+            create_completion(state, body, get_tenant_salt(request)),
+            "prompt",
+            STREAM_FORMAT if body.stream else None,
         )
 
     return router

@@ -15,7 +15,7 @@ from afterglow.server.errors import APIError
 from afterglow.server.generation import Generation
 from afterglow.server.openai.errors import build_error_body
 from afterglow.server.openai.schema.foreign import ForeignFields
-from afterglow.server.sse import DONE_EVENT, EventTemplate, format_event
+from afterglow.server.sse import DONE_EVENT, EventTemplate, StreamFormat, format_event
 
 FINISH_REASONS = {"deadline": "length"}  # OpenAI has no such reason; `stop_reason` reports it
 
@@ -224,6 +224,14 @@ class RunningUsage:
         return progress.seconds if progress.computed_entries > progress.cached_entries else 0.0
 
 
+def format_stream_error(error: APIError) -> bytes:
+    """Format the error that ends a stream."""
+    return format_event(build_error_body(error))
+
+
+STREAM_FORMAT = StreamFormat(format_stream_error)
+
+
 class ChunkFormatter:
     """Common part of the formatters of completions and chat completions: head, chunks, and the end of a stream."""
 
@@ -245,7 +253,7 @@ class ChunkFormatter:
 
     def format_error(self, error: APIError) -> bytes:
         """Format the error that ends a stream."""
-        return format_event(build_error_body(error))
+        return format_stream_error(error)
 
     def _format_chunk(
         self, index: int, content: dict[str, Any], *, extra: dict[str, Any] | None = None, **choice: Any

@@ -44,11 +44,20 @@ from afterglow.server.openai.schema.responses import (
 )
 from afterglow.server.priority import get_served_tier
 from afterglow.server.schema.base import StrictRoute
-from afterglow.server.sse import format_event
+from afterglow.server.sse import StreamFormat, format_event
 from afterglow.server.state import ServerState
 
 RETENTION_SECONDS = {"24h": 24 * 3600.0}
 DEFAULT_LISTED_ITEMS, MAX_LISTED_ITEMS = 20, 100
+
+
+def format_early_error(error: APIError) -> bytes:
+    """Format the error of a stream that has no response yet."""
+    fields = {"code": error.code, "message": error.message, "param": error.param}
+    return format_event({"type": "error", "sequence_number": 0, **fields}, "error")
+
+
+STREAM_FORMAT = StreamFormat(format_early_error)
 
 
 def build_router(state: ServerState) -> APIRouter:
@@ -60,7 +69,10 @@ def build_router(state: ServerState) -> APIRouter:
 
     async def create(body: ResponseRequest, request: Request) -> Response:
         return await state.run_while_connected(
-            request, create_response(state, store, body, get_tenant_salt(request)), "input"
+            request,
+            create_response(state, store, body, get_tenant_salt(request)),
+            "input",
+            STREAM_FORMAT if body.stream else None,
         )
 
     async def count_input_tokens(body: ResponseRequest, request: Request) -> dict[str, Any]:
