@@ -33,8 +33,8 @@ from afterglow.llama.library.cpu import list_usable_cores
 
 PR_SET_PDEATHSIG = 1
 # Run the engine at lower priority than the process that streams tokens: on a busy core that saved 4 of 90 ms to the
-# first token.
-ENGINE_NICENESS = 2
+# first token. With 2, other busy programs would get 1.6 times the share of the engine.
+ENGINE_NICENESS = 1
 PortableEvent: TypeAlias = PrefillProgress | Finished | Failed | tuple[Any, ...]
 """An event as it is sent through the pipe; tokens are plain tuples."""
 MIN_PROGRESS_FRACTION = 0.01  # between two reports of a load
