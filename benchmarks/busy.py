@@ -104,10 +104,7 @@ def main() -> int:
                         text = random_text(f"round {number}", PROMPT_WORDS)
                         speeds[peer.name, loops].append(measure_speed(peer, text, tokens))
     medians = {key: statistics.median(values) for key, values in speeds.items()}
-    print(
-        f"tokens per second, {arguments.threads} threads, median of {rounds} (minimum to maximum), "
-        "share of the fair share"
-    )
+    print(f"tokens per second with {arguments.threads} threads, median of {rounds}, share of the fair share")
     for (name, loops), values in speeds.items():
         share = medians[name, loops] / (medians[name, 0] * compute_fair_share(arguments.threads, loops))
         print(

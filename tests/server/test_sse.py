@@ -1,4 +1,4 @@
-"""Server-sent events: signs of life of a stream, also of one whose response does not exist yet."""
+"""Server-sent events: signs of life of a stream, also before its response exists; events that differ in one text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
 from starlette.responses import Response
 from starlette.types import Message
 
 from afterglow.engine.types.request import PrefillProgress
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.sse import EarlyStreamResponse, EventStreamResponse, StreamFormat, format_ping_comment
+from afterglow.server.sse import (
+    EarlyStreamResponse,
+    EventStreamResponse,
+    EventTemplate,
+    StreamFormat,
+    format_ping_comment,
+)
 
 
 def test_a_silent_stream_gets_comments_with_the_progress_of_the_prefill() -> None:
@@ -98,3 +105,14 @@ def test_a_client_that_leaves_an_early_stream_cancels_its_work() -> None:
     sent, was_cancelled = run_early_stream(disconnects=True)
     assert was_cancelled
     assert sent[-1]["body"] == b": ping\n\n"
+
+
+@pytest.mark.parametrize("text", ["", "a", '"', "\\", "\n\r\t", "\x00text\x00", "\x00", "é€😀", "\u2028", "</script>"])
+def test_a_text_is_formatted_as_in_a_whole_event(text):
+    template = EventTemplate({"id": "\x00text\x00", "model": "m"})
+
+    def build_fields(text: str) -> dict[str, object]:
+        return {"choices": [{"delta": {"content": text}, "logprobs": None}], "usage": None}
+
+    format_text = template.build_text_formatter(build_fields)
+    assert format_text(text) == template.format(build_fields(text))

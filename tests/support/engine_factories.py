@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,14 @@ class SlowBackend(FakeBackend):
     def clear_interrupt(self) -> None:
         super().clear_interrupt()
         self._wake_event.clear()
+
+
+class ManyThreadsBackend(SlowBackend):
+    """Its decodes keep all cores busy."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.capabilities = replace(self.capabilities, decode_threads=100_000)
 
 
 class CrashingBackend(SlowBackend):

@@ -27,6 +27,7 @@ from afterglow.chat.prompt import TruncationPolicy
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
 from afterglow.llama.checks import INT32_MAX
+from afterglow.llama.library.cpu import list_usable_cores
 from afterglow.llama.model import ModelSettings, SplitMode
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import CacheType, ContextSettings, RopeScaling
@@ -753,5 +754,5 @@ def build_context_settings(options: ContextOptions) -> ContextSettings:
 
 def count_usable_cores() -> int:
     """Return the number of physical cores this process may use. Hyper-threads would slow matrix products down."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(list_usable_cores())
     return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))

@@ -25,6 +25,8 @@ ERROR_STATUS_WINDOW_SECONDS = 0.5  # errors within this time become the HTTP sta
 
 # `json.dumps` creates a new encoder at every call.
 encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+encode_text = json.encoder.encode_basestring
+TEXT_MARKER = "\x00text\x00"
 
 
 def format_event(value: Any, name: str | None = None) -> bytes:
@@ -50,6 +52,15 @@ class EventTemplate:
     def format(self, fields: dict[str, Any]) -> bytes:
         """Format an event from the common fields and `fields`."""
         return f"{self._head}{encode_json(fields)[1:]}\n\n".encode()
+
+    def build_text_formatter(self, build_fields: Callable[[str], dict[str, Any]]) -> Callable[[str], bytes]:
+        """Return a function that formats events which differ in one text only, without serializing the rest again.
+
+        >>> EventTemplate({"id": 7}).build_text_formatter(lambda text: {"text": text, "end": None})("a")
+        b'data: {"id":7,"text":"a","end":null}\\n\\n'
+        """
+        before, _, after = self.format(build_fields(TEXT_MARKER)).decode().rpartition(encode_text(TEXT_MARKER))
+        return lambda text: f"{before}{encode_text(text)}{after}".encode()
 
 
 def format_ping_comment(progress: PrefillProgress | None) -> bytes:

@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from afterglow.engine.host import process
-from afterglow.engine.host.pipe import MessageListener, MessagePipe
+from afterglow.engine.host import child_main, process
+from afterglow.engine.host.pipe import MessageListener, MessagePipe, Outbox
 from afterglow.engine.host.process import EngineProcess
 from afterglow.engine.types.request import Failed, Token
 from afterglow.errors import EngineCrashed
-from support.engine_factories import FakeEngineFactory
+from support.engine_factories import FakeEngineFactory, ManyThreadsBackend, SlowBackend
 from support.hosts import get_tokens, read_events
 from support.play import prompt, reference, request
 
@@ -58,6 +58,66 @@ def test_sending_waits_for_buffer_space_on_a_non_blocking_socket(pipes):
         time.sleep(0.001)
         received += child.receive()
     assert received == [large]
+
+
+def test_messages_that_do_not_fit_into_the_socket_follow_in_order_without_blocking_the_sender(pipes):
+    parent, child = pipes
+    outbox = Outbox(parent, on_disconnect=lambda: None)
+    sent = [("large", b"x" * 5_000_000), *(("small", number) for number in range(100))]
+    for message in sent:  # nobody reads yet
+        outbox.send(message)
+    received: list[object] = []
+    while len(received) < len(sent):
+        received += child.receive()
+    assert received == sent
+    outbox.close()
+    outbox.join()
+
+
+def test_a_message_that_fits_is_sent_on_the_thread_of_the_caller(pipes, monkeypatch):
+    parent, child = pipes
+    monkeypatch.setattr(MessagePipe, "send_bytes", lambda *_: pytest.fail("the sender thread was used"))
+    outbox = Outbox(parent, on_disconnect=lambda: None)
+    outbox.send(("small", 1))
+    assert child.receive() == [("small", 1)]
+    outbox.close()
+    outbox.join()
+
+
+def test_a_message_waits_for_those_queued_before_it(pipes, monkeypatch):
+    parent, child = pipes
+    release, send_bytes = threading.Event(), MessagePipe.send_bytes
+
+    def send_later(pipe: MessagePipe, unsent: memoryview) -> None:
+        release.wait()
+        send_bytes(pipe, unsent)
+
+    monkeypatch.setattr(MessagePipe, "send_bytes", send_later)
+    outbox = Outbox(parent, on_disconnect=lambda: None)
+    outbox.put(("first", 1))
+    outbox.send(("second", 2))
+    release.set()
+    received: list[object] = []
+    while len(received) < 2:
+        received += child.receive()
+    assert received == [("first", 1), ("second", 2)]
+    outbox.close()
+    outbox.join()
+
+
+def test_a_sender_notices_that_the_other_end_is_closed(pipes):
+    parent, child = pipes
+    child._socket.close()
+    disconnected = threading.Event()
+    Outbox(parent, on_disconnect=disconnected.set).send(("lost", 1))
+    assert disconnected.wait(5)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("backend", [SlowBackend, ManyThreadsBackend])
+def test_events_arrive_with_and_without_a_spare_core(backend):
+    with EngineProcess(FakeEngineFactory(backend), silence_timeout=240.0) as engine:
+        assert get_tokens(read_events(engine.submit(request("a", prompt(9))))) == EXPECTED
 
 
 def test_an_incomplete_message_does_not_block_the_listener(pipes):
@@ -147,3 +207,17 @@ def test_a_crash_is_detected_in_an_event_loop_and_the_next_child_is_read_there(s
         asyncio.run(main(engine))
         started = time.monotonic()
     assert time.monotonic() - started < 60  # closing does not wait for a closed event loop
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, ["send"]), (100_000, ["put"])])
+def test_a_child_sends_events_itself_only_if_its_parent_has_a_core(pipes, monkeypatch, threads, expected):
+    calls: list[str] = []
+    monkeypatch.setattr(child_main, "list_usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(child_main.EngineLoop, "run", lambda loop, engine: loop._deliver([Token("a", 1)]))
+    monkeypatch.setattr(Outbox, "send", lambda outbox, message: calls.append("send"))
+    monkeypatch.setattr(Outbox, "put", lambda outbox, message: message[0] == "events" and calls.append("put"))
+    host = child_main.ChildHost(pipes[0])
+    backend = SlowBackend if threads == 1 else ManyThreadsBackend
+    host._factory.put(child_main.pack("factory", FakeEngineFactory(backend)))
+    assert host.run_engine()
+    assert calls == expected

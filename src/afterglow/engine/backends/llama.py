@@ -54,6 +54,8 @@ class LlamaBackend:
         assert kind != "none"
         self.context = context
         context.memory.copies_on_device = self.allows_device_copies and _has_cells_on_gpu(context)
+        has_gpu = any(device.kind != "cpu" for device in list_devices())
+        computes_on_cpu = not has_gpu or not context.model.settings.gpu_layers
         self.capabilities = Capabilities(
             memory_kind=kind,
             sequences=context.sequences,
@@ -62,12 +64,12 @@ class LlamaBackend:
             ubatch_cells=context.ubatch,
             max_outputs=context.max_outputs,
             kv_unified=settings.kv_unified,
-            interruptible=all(device.kind == "cpu" for device in list_devices())
-            or not context.model.settings.gpu_layers,
+            interruptible=computes_on_cpu,
             media=frozenset() if projector is None else projector.modalities,
             max_rollback=_compute_max_rollback(context),
             copies_on_device=context.memory.copies_on_device,
             can_replay=kind in ("recurrent", "hybrid"),
+            decode_threads=settings.threads if computes_on_cpu else 1,
         )
         self.vocabulary_size = context.model.vocabulary.size
         self.eog_tokens = context.model.vocabulary.eog_tokens

@@ -17,6 +17,7 @@ from statistics import mean
 import psutil
 
 from afterglow.llama.context import LlamaContext
+from afterglow.llama.library.cpu import list_usable_cores
 
 SAMPLE_SECONDS = 0.25  # of one measurement of the load
 CONTENDED_CORES = 0.3  # cores that the threads lack, from which on fewer threads are tried
@@ -140,8 +141,7 @@ class CoreMeter:
     """Measures how many of the cores of this process other processes use."""
 
     def __init__(self) -> None:
-        count = psutil.cpu_count() or 1
-        self._core_ids = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(count))
+        self._core_ids = list_usable_cores()
         self.cores = len(self._core_ids)
         self.restart()
 

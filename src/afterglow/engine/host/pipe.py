@@ -42,13 +42,22 @@ class MessagePipe:
 
     def send(self, message: object) -> None:
         """Send one message. Raises `OSError` if the other end is closed."""
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        unsent = memoryview(MESSAGE_LENGTH.pack(len(data)) + data)
+        self.send_bytes(encode_message(message))
+
+    def send_bytes(self, unsent: memoryview) -> None:
+        """Send an encoded message or the rest of one. Raises `OSError` if the other end is closed."""
         while unsent:
             try:
                 unsent = unsent[self._socket.send(unsent) :]
             except BlockingIOError:  # event loops make the sockets that they read from non-blocking
                 self._write_poll.poll()
+
+    def send_available(self, unsent: memoryview) -> memoryview:
+        """Send what the socket accepts now, and return the rest. Never blocks or raises."""
+        try:
+            return unsent[self._socket.send(unsent, socket.MSG_DONTWAIT) :]
+        except OSError:  # it is full, or the other end is closed
+            return unsent
 
     def wait(self, seconds: float) -> bool:
         """Wait for data; return whether any arrived in time."""
@@ -74,8 +83,14 @@ class MessagePipe:
         return messages
 
 
+def encode_message(message: object) -> memoryview:
+    """Return a message as it is sent: its length and its pickle."""
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return memoryview(MESSAGE_LENGTH.pack(len(data)) + data)
+
+
 class Outbox:
-    """Sends messages in order on its own thread, so that the caller never blocks.
+    """Sends messages in order and never blocks its caller: what cannot be sent at once waits for its own thread.
 
     >>> parent, child = socket.socketpair()
     >>> with parent, child:
@@ -90,13 +105,27 @@ class Outbox:
     def __init__(self, pipe: MessagePipe, on_disconnect: Callable[[], None]) -> None:
         """`on_disconnect` is called once on the sender thread if the other end is closed; the thread then ends."""
         self._pipe, self._on_disconnect = pipe, on_disconnect
-        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()  # a memoryview is encoded, None ends the thread
+        self._lock = threading.Lock()
+        self._unsent_messages = 0  # in the queue, or being sent by the thread
         self._thread = threading.Thread(target=self._run, name="afterglow-writer", daemon=True)
         self._thread.start()
 
     def put(self, message: object) -> None:
-        """Queue a message."""
-        self._messages.put(message)
+        """Queue a message for the thread."""
+        with self._lock:
+            self._unsent_messages += 1
+            self._messages.put(message)
+
+    def send(self, message: object) -> None:
+        """Send a message on the thread of the caller. It is queued if others wait or the socket is full."""
+        with self._lock:
+            unsent = encode_message(message)
+            if not self._unsent_messages:
+                unsent = self._pipe.send_available(unsent)
+            if unsent:
+                self._unsent_messages += 1
+                self._messages.put(unsent)
 
     def close(self) -> None:
         """End the thread after the queued messages."""
@@ -109,9 +138,11 @@ class Outbox:
     def _run(self) -> None:
         while (message := self._messages.get()) is not None:
             try:
-                self._pipe.send(message)
+                self._pipe.send_bytes(message if isinstance(message, memoryview) else encode_message(message))
             except OSError:
                 return self._on_disconnect()
+            with self._lock:
+                self._unsent_messages -= 1
 
 
 class MessageListener:

@@ -18,13 +18,13 @@ from typing import Any, TypeAlias, TypeVar
 
 from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
-from afterglow.engine.host.child_main import pack, unpack
+from afterglow.engine.host.child_main import PortableEvent, from_portable_event, pack, unpack
 from afterglow.engine.host.child_process import ChildProcess
 from afterglow.engine.host.loop import describe_error, logger
 from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.types.counters import StoreReport
-from afterglow.engine.types.request import EngineEvent, Failed, PrefillProgress, Request, Usage
+from afterglow.engine.types.request import Failed, PrefillProgress, Request, Usage
 from afterglow.errors import AfterglowError, Cancelled, Closed, EngineCrashed, InvalidArgument
 from afterglow.llama.model import ProgressCallback
 
@@ -338,7 +338,8 @@ class EngineProcess(Closeable):
                 child.set_exit_deadline()
                 logger.error("the engine crashed in its process\n%s", content)
 
-    def _deliver_events(self, events: list[EngineEvent]) -> None:
+    def _deliver_events(self, portable_events: list[PortableEvent]) -> None:
+        events = [from_portable_event(event) for event in portable_events]
         for event in events:
             if not isinstance(event, PrefillProgress):
                 self._repeatable_requests.pop(event.request_id, None)

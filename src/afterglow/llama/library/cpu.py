@@ -1,7 +1,8 @@
-"""CPU architecture and instruction sets, as the operating system reports them. Independent of llama.cpp."""
+"""CPU architecture, instruction sets and cores, as the operating system reports them. Independent of llama.cpp."""
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -39,3 +40,8 @@ def _read_linux_features(cpuinfo: Path) -> frozenset[str] | None:
         if name.strip().lower() in ("flags", "features"):
             return frozenset(value.lower().split())
     return None
+
+
+def list_usable_cores() -> set[int]:
+    """Return the numbers of the logical cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -194,10 +194,15 @@ class ChatFormatter(ChunkFormatter):
 
     async def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
         """Yield the events of the stream."""
-        truncation = build_truncation(self._generation)
-        for index in range(self._body.n or 1):
+        truncation, choices = build_truncation(self._generation), range(self._body.n or 1)
+        for index in choices:
             yield self._format_chunk(index, {"delta": self.FIRST_DELTA}, extra=truncation)
+        is_plain = not self._has_extensions and not self._body.logprobs
+        text_formatters = [self._build_text_formatter(index, build_text_delta) for index in choices]
         async for index, delta in deltas:
+            if is_plain and len(delta.parts) == 1 and isinstance(part := delta.parts[0], TextDelta):
+                yield text_formatters[index](part.text)
+                continue
             extra = self._build_extra(index, delta)
             if "prompt_progress" in extra:
                 yield self._format_chunk(index, {"delta": {}}, extra=extra)
@@ -232,6 +237,11 @@ class ChatFormatter(ChunkFormatter):
         model, is_visible = self._generation.model, self._generation.is_visible_token
         content = [build_token_logprobs(model, token) for token in tokens if is_visible(token)]
         return {"content": content, "refusal": None}
+
+
+def build_text_delta(text: str) -> dict[str, Any]:
+    """Build the content of a chunk with visible text only."""
+    return {"delta": {"content": text}}
 
 
 def build_delta(parts: Sequence[OutputPart]) -> dict[str, Any]:

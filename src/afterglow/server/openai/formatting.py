@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -258,12 +258,30 @@ class ChunkFormatter:
     def _format_chunk(
         self, index: int, content: dict[str, Any], *, extra: dict[str, Any] | None = None, **choice: Any
     ) -> bytes:
+        return self._chunk_template.format(self._build_chunk(index, content, extra, **choice))
+
+    def _build_chunk(
+        self, index: int, content: dict[str, Any], extra: dict[str, Any] | None = None, **choice: Any
+    ) -> dict[str, Any]:
         choice = {"index": index, **content, "logprobs": None, "finish_reason": None, **choice}
         fields = {"choices": [choice], **(extra or {})}
-        return self._chunk_template.format({**fields, "usage": None} if self._include_usage else fields)
+        return {**fields, "usage": None} if self._include_usage else fields
+
+    def _build_text_formatter(
+        self, index: int, build_content: Callable[[str], dict[str, Any]]
+    ) -> Callable[[str], bytes]:
+        """Return a function that formats chunks which contain only a text: most of them."""
+        return self._chunk_template.build_text_formatter(lambda text: self._build_chunk(index, build_content(text)))
+
+    @property
+    def _has_extensions(self) -> bool:
+        """Whether the request asks for `prompt_progress` or `timings` in the chunks."""
+        return bool(self._fields.return_progress or self._fields.timings_per_token)
 
     def _build_extra(self, index: int, delta: Delta) -> dict[str, Any]:
         """Build the extensions of a delta that the request asks for: `prompt_progress` and `timings`."""
+        if not self._has_extensions:
+            return {}
         usage, fields = self._usages[index], self._fields
         is_progress = delta.progress is not None or (delta.token is not None and usage.is_prefill)
         usage.add_delta(delta)
