@@ -25,7 +25,7 @@ ORDERS = {
         cli
     """,
     "llama": """
-        checks deep_call handle page_buffers atomic_write sampling zero_pages
+        checks deep_call handle page_buffers parallel atomic_write sampling zero_pages
         library
         settings
         gguf
