@@ -40,7 +40,7 @@ ORDERS = {
     "engine": """
         types
         kvcache.budget kvcache.blocks kvcache.radix_tree kvcache.cost_model kvcache.eviction
-        kvcache.checkpoints kvcache.ram kvcache.sequence kvcache.tier
+        kvcache.checkpoints kvcache.last_logits kvcache.ram kvcache.sequence kvcache.tier
         kvcache.disk
         kvcache
         sampling
