@@ -25,7 +25,7 @@ ORDERS = {
         cli
     """,
     "llama": """
-        checks deep_call handle page_buffers atomic_write sampling zero_pages
+        checks deep_call handle page_buffers parallel atomic_write sampling zero_pages
         library
         settings
         gguf
@@ -40,7 +40,7 @@ ORDERS = {
     "engine": """
         types
         kvcache.budget kvcache.blocks kvcache.radix_tree kvcache.cost_model kvcache.eviction
-        kvcache.checkpoints kvcache.ram kvcache.sequence kvcache.tier
+        kvcache.checkpoints kvcache.last_logits kvcache.ram kvcache.sequence kvcache.tier
         kvcache.disk
         kvcache
         sampling

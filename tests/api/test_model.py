@@ -518,7 +518,7 @@ def test_clear_cache_clears_all_tiers(kind, tmp_path, monkeypatch):
         for _ in range(2):
             assert model.complete(prompt, max_tokens=1).usage.cached_tokens == 0
             model.clear_cache()
-    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".cells", ".state")]
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".cells", ".state", ".logits")]
 
 
 # --- crashes

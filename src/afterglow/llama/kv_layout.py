@@ -13,16 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from afterglow.errors import InvalidState
 from afterglow.llama import page_buffers
+from afterglow.llama.parallel import run_parallel
 
 HEADER_BYTES = 8  # magic and sequence
 STATE_MAGIC = 0xAF143CD8
 CELL_INFO_SIZES = (12, 24, 20)  # models with several positions per token have more
 FLAG_SIZES = (8, 0)  # bytes before the layers that differ between builds; stored unchanged
 MAX_LAYERS = 4096
+MATRIX_HEADER_BYTES = 12  # before the keys, and before the values, of a layer
 # streams, cell_info_bytes, element_bytes, number of flag bytes, flags, layers
 LAYOUT_HEADER = struct.Struct("<IIII8sI")
 LAYER_RECORD = struct.Struct("<iIiI")  # type and bytes of a cell's keys, type and bytes of its values
@@ -64,20 +67,41 @@ class KVLayout:
         return cls(streams, cell_info_bytes, element, flags[:size], layers)
 
 
+@dataclass(frozen=True, slots=True)
+class CellPart:
+    """Part of every cell: its info, or the keys or the values of consecutive layers of equal size.
+
+    `cells` is a view of a state. It is copied as a whole: one copy for each layer would take several times as long.
+    """
+
+    cells: NDArray[np.uint8]  # (layers, cells, bytes), or (layers, cells, elements, bytes) of transposed values
+    offset: int  # of the first layer in a row
+    distance: int  # between layers in a row
+
+    def view_rows(self, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return this part of `rows` in the shape of `cells`."""
+        layers, _, *widths = self.cells.shape
+        end = self.offset + (layers - 1) * self.distance + int(np.prod(widths))
+        assert end <= rows.shape[1], "a row is shorter than its layout"
+        assert rows.strides[1] == 1
+        view = as_strided(
+            rows[:, self.offset :],
+            (layers, len(rows), int(np.prod(widths))),
+            (self.distance, rows.strides[0], 1),
+        )
+        return view.reshape(layers, len(rows), *widths)
+
+
 class SavedCells:
     """The cells of one saved sequence, in the order of their positions."""
 
     def __init__(
-        self,
-        layout: KVLayout,
-        count: int,
-        parts: Sequence[tuple[NDArray[np.uint8], int]],
-        order: NDArray[np.int64] | None,
+        self, layout: KVLayout, count: int, parts: Sequence[CellPart], order: NDArray[np.int64] | None
     ) -> None:
         self.layout = layout.pack()
         self.cell_bytes = layout.cell_bytes
         self._count = count
-        self._parts = parts  # each: an array (cells, bytes, ...) and its offset in a row
+        self._parts = parts
         self._order = order  # None: stored in order of position
 
     def __len__(self) -> int:
@@ -86,16 +110,15 @@ class SavedCells:
     @property
     def positions(self) -> NDArray[np.int32]:
         """The position of each cell."""
-        positions = self._parts[0][0][:, :4].copy().view("<i4")[:, 0]
+        positions = self._parts[0].cells[0, :, :4].copy().view("<i4")[:, 0]
         return positions if self._order is None else positions[self._order]
 
     def copy_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
         """Copy cells [start, stop) to a long-lived buffer, one row per cell."""
         rows = page_buffers.allocate_zeros(stop - start, self.cell_bytes)
         selection = slice(start, stop) if self._order is None else self._order[start:stop]
-        for part, offset in self._parts:
-            selected = part[selection]
-            rows[:, offset : offset + selected[0].size] = selected.reshape(stop - start, -1)
+        for part in self._parts:
+            part.view_rows(rows)[...] = part.cells[:, selection]
         return rows
 
 
@@ -130,16 +153,16 @@ def _parse_cells(data: NDArray[np.uint8], partial_bytes: int, cell_info_bytes: i
     transposed, layers = struct.unpack_from("<II", data.data, at)
     _require(transposed in (0, 1) and layers <= MAX_LAYERS)  # zero if every layer has a sliding window
     flags = data[at + 8 : at + 8 + flag_bytes].tobytes()
-    keys, at = _parse_matrices(data, at + 8 + flag_bytes, layers, count)
+    keys_start = at + 8 + flag_bytes
+    keys, at = _parse_matrices(data, keys_start, layers, count)
     element = (struct.unpack_from("<iI", data.data, at)[1] if layers else 1) if transposed else 0
+    values_start = at
     values, at = _parse_matrices(data, at, layers, count, transposed=bool(transposed))
     _require(at + 4 * (streams - counts) + partial_bytes == len(data))
-    parts, offset = [(cell_info, 0)], cell_info_bytes
-    for _, size, part in itertools.chain.from_iterable(zip(keys, values, strict=True)):
-        parts.append((part, offset))
-        offset += size
-    layer_sizes = tuple((*key[:2], *value[:2]) for key, value in zip(keys, values, strict=True))
-    return SavedCells(KVLayout(streams, cell_info_bytes, element, flags, layer_sizes), count, parts, order)
+    layer_sizes = tuple((*key, *value) for key, value in zip(keys, values, strict=True))
+    layout = KVLayout(streams, cell_info_bytes, element, flags, layer_sizes)
+    parts = [CellPart(cell_info[None], 0, 0), *_view_layers(data, keys_start, values_start, layout, count)]
+    return SavedCells(layout, count, parts, order)
 
 
 def _require(condition: bool) -> None:
@@ -147,13 +170,11 @@ def _require(condition: bool) -> None:
         raise ValueError
 
 
-CellMatrix = tuple[int, int, NDArray[np.uint8]]  # type, bytes per cell, array of shape (cells, bytes)
-
-
 def _parse_matrices(
     data: NDArray[np.uint8], at: int, layers: int, count: int, *, transposed: bool = False
-) -> tuple[list[CellMatrix], int]:
-    matrices: list[CellMatrix] = []
+) -> tuple[list[tuple[int, int]], int]:
+    """Return the type and the bytes per cell of each layer, and the end of their matrices."""
+    matrices: list[tuple[int, int]] = []
     for _ in range(layers):
         if transposed:
             kind, element, width = struct.unpack_from("<iII", data.data, at)
@@ -162,15 +183,40 @@ def _parse_matrices(
             kind, width = struct.unpack_from("<iQ", data.data, at)
             element = 1
             _require(0 < width < 2**31)
-        at, size = at + 12, element * width
+        at, size = at + MATRIX_HEADER_BYTES, element * width
         _require(0 <= kind < 256 and at + count * size <= len(data))
-        matrix = data[at : at + count * size]
-        if transposed:
-            matrices.append((kind, size, matrix.reshape(width, count, element).transpose(1, 0, 2)))
-        else:
-            matrices.append((kind, size, matrix.reshape(count, size)))
+        matrices.append((kind, size))
         at += count * size
     return matrices, at
+
+
+def _view_layers(
+    data: NDArray[np.uint8], keys_start: int, values_start: int, layout: KVLayout, count: int
+) -> list[CellPart]:
+    """Return the keys and the values of all layers in a state, of which the headers start at these offsets."""
+    parts: list[CellPart] = []
+    offset = layout.cell_info_bytes
+    for (keys, values), run in itertools.groupby((layer[1], layer[3]) for layer in layout.layers):
+        layers = len(list(run))
+        parts.append(CellPart(_view_matrices(data, keys_start, layers, count, keys), offset, keys + values))
+        view = _view_matrices(data, values_start, layers, count, values, layout.element_bytes)
+        parts.append(CellPart(view, offset + keys, keys + values))
+        keys_start += layers * (MATRIX_HEADER_BYTES + count * keys)
+        values_start += layers * (MATRIX_HEADER_BYTES + count * values)
+        offset += layers * (keys + values)
+    return parts
+
+
+def _view_matrices(
+    data: NDArray[np.uint8], at: int, layers: int, count: int, size: int, element: int = 0
+) -> NDArray[np.uint8]:
+    """Return a view of consecutive matrices of equal size, of which the first header starts at `at`."""
+    distance = MATRIX_HEADER_BYTES + count * size
+    assert at + layers * distance <= len(data)
+    matrices = data[at : at + layers * distance].reshape(layers, distance)[:, MATRIX_HEADER_BYTES:]
+    if element:
+        return matrices.reshape(layers, size // element, count, element).transpose(0, 2, 1, 3)
+    return matrices.reshape(layers, count, size)
 
 
 def join_cells(
@@ -188,40 +234,36 @@ def join_cells(
     data[:HEADER_BYTES] = header[:HEADER_BYTES]
     struct.pack_into("<II", data.data, HEADER_BYTES, layout.streams, count)
     parts, at = _write_headers(data, HEADER_BYTES + 8, layout, count)
-    for start, block in zip(itertools.accumulate((len(block) for block in blocks), initial=0), blocks, strict=False):
-        for part, offset in parts:  # block by block, so that a block stays in the CPU cache
-            cells = block[:, offset : offset + part[0].size]
-            part[start : start + len(block)] = cells.reshape(len(block), *part.shape[1:])
+
+    def copy_block(start: int, block: NDArray[np.uint8]) -> None:
+        for part in parts:
+            part.cells[:, start : start + len(block)] = part.view_rows(block)
+
+    starts = itertools.accumulate((len(block) for block in blocks), initial=0)
+    run_parallel(copy_block, zip(starts, blocks, strict=False))
     data[at:size] = 0  # the other streams have no cells of this sequence
     if tail is not None:
         data[size:] = tail
     return data
 
 
-CellParts = list[tuple[NDArray[np.uint8], int]]  # destination of a part of every cell, and its offset in a row
-
-
-def _write_headers(data: NDArray[np.uint8], at: int, layout: KVLayout, count: int) -> tuple[CellParts, int]:
+def _write_headers(data: NDArray[np.uint8], at: int, layout: KVLayout, count: int) -> tuple[list[CellPart], int]:
     """Write all headers; return the parts that remain to be filled, and their end."""
-    parts: CellParts = [(data[at : at + count * layout.cell_info_bytes].reshape(count, layout.cell_info_bytes), 0)]
+    info = data[at : at + count * layout.cell_info_bytes].reshape(1, count, layout.cell_info_bytes)
     at += count * layout.cell_info_bytes
     struct.pack_into("<II", data.data, at, int(layout.element_bytes > 0), len(layout.layers))
     at += 8
     data[at : at + len(layout.flags)] = np.frombuffer(layout.flags, dtype=np.uint8)
     at += len(layout.flags)
-    layer_bytes = (keys + values for _, keys, _, values in layout.layers)
-    offsets = list(itertools.accumulate(layer_bytes, initial=layout.cell_info_bytes))
-    for (kind, size, _, _), offset in zip(layout.layers, offsets, strict=False):
+    keys_start = at
+    for kind, size, _, _ in layout.layers:
         struct.pack_into("<iQ", data.data, at, kind, size)
-        parts.append((data[at + 12 : at + 12 + count * size].reshape(count, size), offset))
-        at += 12 + count * size
-    for (_, keys, kind, size), offset in zip(layout.layers, offsets, strict=False):
-        part = data[at + 12 : at + 12 + count * size]
+        at += MATRIX_HEADER_BYTES + count * size
+    values_start = at
+    for _, _, kind, size in layout.layers:
         if element := layout.element_bytes:
             struct.pack_into("<iII", data.data, at, kind, element, size // element)
-            parts.append((part.reshape(size // element, count, element).transpose(1, 0, 2), offset + keys))
         else:
             struct.pack_into("<iQ", data.data, at, kind, size)
-            parts.append((part.reshape(count, size), offset + keys))
-        at += 12 + count * size
-    return parts, at
+        at += MATRIX_HEADER_BYTES + count * size
+    return [CellPart(info, 0, 0), *_view_layers(data, keys_start, values_start, layout, count)], at

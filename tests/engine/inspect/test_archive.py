@@ -67,4 +67,4 @@ def test_a_running_engine_uses_imported_files(build_engine, store_conversation, 
         if engine.prefix_cache.store.find_stored_prefix(np.array(prompt(60, 1)), "").length == 60:
             break
         engine.prefix_cache.store.disk_tier.writer._closing.wait(0.05)
-    assert ask(engine, prompt(60, 1)).cached == 59
+    assert ask(engine, prompt(60, 1)).cached == 60

@@ -58,7 +58,7 @@ def test_the_disk_usage_is_the_size_of_its_files(build_engine, folder, kind):
         ask(engine, prompt(80, number))
     flush(engine)
     engine.prefix_cache.store.refresh()
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.suffix in (".cells", ".state")]
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.suffix in (".cells", ".state", ".logits")]
     assert cache.get_tier_usage(engine)["disk"].nbytes == sum(sizes) > 0
 
 
@@ -69,8 +69,8 @@ def test_hits_and_saved_seconds_are_counted(build_engine):
         ask(engine, prompt(60, 2))
     counters = cache.get_tier_usage(engine)["ram"].counters
     assert counters.hits == 4
-    assert counters.hit_entries == 4 * 59
-    assert counters.loaded_bytes == 4 * 59 * 16
+    assert counters.hit_entries == 4 * 60
+    assert counters.loaded_bytes == 4 * 60 * 16
     assert counters.misses == 2
     assert counters.seconds_saved > 0
     assert max(block.hits for block in engine.prefix_cache.store.tree) == 2
@@ -110,8 +110,8 @@ def test_the_models_of_a_directory_are_listed(store_conversation, folder):
     (stored,) = cache.list_stored_models(folder)
     assert (stored.model, stored.name) == (model, "a fake")
     assert stored.entries == 71
-    assert stored.files == 9
-    assert stored.nbytes == sum(path.stat().st_size for path in (folder / model).glob("*.cells"))
+    assert stored.files == 10  # blocks and logits
+    assert stored.nbytes == sum(path.stat().st_size for path in (folder / model).glob("*.[cl]*"))
 
 
 def test_verify_finds_and_removes_damaged_files(store_conversation, folder):
@@ -152,7 +152,7 @@ def test_the_functions_work_across_processes_and_a_restart_is_warm(folder):
     assert cache.verify_files(folder).broken == 0
     with EngineProcess(DiskEngineFactory(folder)) as engine:
         events = list(engine.submit(request("c", prompt(60, 2))))
-        assert events[-1].usage.cached_tokens == 59
+        assert events[-1].usage.cached_tokens == 60
         assert engine.call(cache.get_tier_usage)["disk"].counters.hits == 1
         assert engine.call(engine_factories.is_busy) is False
 

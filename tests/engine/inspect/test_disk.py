@@ -75,7 +75,7 @@ def test_unpinning_keeps_blocks_pinned_by_another_conversation(build_engine, fol
     disk.pin(folder, second)
     disk.pin(folder, first, pinned=False)
     with open_index(folder) as index:
-        assert sum(row.pinned for row in index.list_rows()) == 17  # blocks of 80 shared entries and 51 others
+        assert sum(row.pinned for row in index.list_rows()) == 18  # blocks of 80 shared entries and 51 others, logits
 
 
 def test_a_directory_is_cleared_by_model(store_conversation, folder):

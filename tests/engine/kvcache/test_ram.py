@@ -188,7 +188,7 @@ def test_cells_that_are_not_contiguous_are_stored_in_order(make_engine):
     cold = ask(engine, entries, use_prefix_cache=False)
     for number in range(3):
         ask(engine, make_tokens(320, 20 + number), max_tokens=1, use_prefix_cache=False)
-    assert ask(engine, entries).cached == 299
+    assert ask(engine, entries).cached == 300
     assert ask(engine, entries).tokens == cold.tokens
 
 

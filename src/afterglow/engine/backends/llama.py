@@ -17,7 +17,6 @@ from afterglow.engine.types.entries import strip_label, strip_labels
 from afterglow.engine.types.media import MediaEncoder
 from afterglow.errors import InvalidState, UnsupportedOperation
 from afterglow.llama import kv_layout as llama_layout
-from afterglow.llama import page_buffers
 from afterglow.llama import state as llama_state
 from afterglow.llama.batch import EmbeddingBatch
 from afterglow.llama.context import LlamaContext
@@ -218,7 +217,7 @@ class LlamaBackend:
         if len(data) < POSITION_RANGE_STRUCT.size:
             raise InvalidState("a partial state is truncated")
         first, last = POSITION_RANGE_STRUCT.unpack_from(data)
-        content = page_buffers.copy_to_pages(np.frombuffer(data[POSITION_RANGE_STRUCT.size :], dtype=np.uint8))
+        content = np.frombuffer(data[POSITION_RANGE_STRUCT.size :], dtype=np.uint8)
         return llama_state.SavedState(key=self.state_key, scope="partial", positions=(first, last), data=content)
 
     def clear(self, sequence: int) -> None:

@@ -20,7 +20,6 @@ from afterglow.engine.types.backend import BackendState
 from afterglow.engine.types.cache_events import CacheEventLog
 from afterglow.engine.types.counters import TierCounters
 from afterglow.engine.types.entries import Entries
-from afterglow.errors import InvalidState
 from afterglow.llama import page_buffers
 
 FORGOTTEN_FRACTION = 1 / 16  # of the budget: tables of blocks on disk that are dropped at once if nothing else is left
@@ -80,10 +79,10 @@ class RamTier:
         assert self.budget.free_bytes >= 0, "the RAM tier exceeds its limit"
 
     def promote(self, block: Block, rows: NDArray[np.uint8]) -> None:
-        """Copy a block that a slower tier holds, if this needs no eviction and it is still in the tree."""
+        """Hold the rows of a block that a slower tier has read, if this needs no eviction and it is in the tree."""
         nbytes = page_buffers.get_allocated_bytes(rows.nbytes)
         if nbytes <= self.budget.free_bytes and self._tree.get(block.key) is block:
-            block.rows, block.nbytes = page_buffers.copy_to_pages(rows), nbytes
+            block.rows, block.nbytes = rows, nbytes
             self.put(block)
 
     def forget(self, block: Block) -> None:
@@ -208,10 +207,8 @@ class RamTier:
 
     # --- the rest of a tier: everything is here already
 
-    def load_rows(self, block: Block) -> NDArray[np.uint8]:
-        if block.rows is None:
-            raise InvalidState("a block is missing")
-        return block.rows
+    def load_rows(self, blocks: Sequence[Block]) -> list[NDArray[np.uint8] | None]:
+        return [block.rows for block in blocks]
 
     def load_state(self, checkpoint: Checkpoint) -> BackendState:
         return checkpoint.state

@@ -297,21 +297,12 @@ class TieredStore:
         started = time.perf_counter()
         tiers: set[Tier] = {self.ram}
         partial = None if checkpoint is None else self.load_checkpoint_state(checkpoint)
-        row_arrays, length, used = [], 0, []
-        for block in stored_prefix.blocks:
-            if length >= len(entries):
-                break
-            tiers.add(tier := self._find_tier(block))
-            try:
-                rows = tier.load_rows(block)
-            except InvalidState:
-                self.tree.remove(block)
-                raise
-            if tier is not self.ram:
-                self.ram.promote(block, rows)
+        used = [block for block in stored_prefix.blocks if block.start < len(entries)]
+        row_arrays, length = [], 0
+        for block, (tier, rows) in zip(used, self._load_rows(used), strict=True):
+            tiers.add(tier)
             count = min(len(block.entries), len(entries) - length)
             row_arrays.append(rows[: self._interner.count_cells(entries[length : length + count])])
-            used.append(block)
             length += count
         if length != len(entries) or len({block.layout for block in used}) != 1:
             raise InvalidState(f"only {length} of {len(entries)} entries are stored")
@@ -320,7 +311,26 @@ class TieredStore:
         sequence.load(entries, state)
         # All bytes of the state, with the checkpoint's, and without the time in which they were read from disk.
         self._cost_model.record_transfer(state.nbytes, time.perf_counter() - read_at, 0)
-        self.count_hit(len(entries), state.nbytes, time.perf_counter() - started, checkpoint, used, tiers)
+        nbytes = sum(rows.nbytes for rows in row_arrays)
+        self.count_hit(len(entries), nbytes, time.perf_counter() - started, checkpoint, used, tiers)
+
+    def _load_rows(self, blocks: SequenceOf[Block]) -> list[tuple[Tier, NDArray[np.uint8]]]:
+        """Return the cells of blocks, each with its tier, and copy them to RAM; `InvalidState`: some are missing."""
+        tiers = [self._find_tier(block) for block in blocks]
+        by_key: dict[bytes, NDArray[np.uint8] | None] = {}
+        for tier in self.tiers:
+            held = [block for block, block_tier in zip(blocks, tiers, strict=True) if block_tier is tier]
+            by_key.update(zip([block.key for block in held], tier.load_rows(held), strict=True))
+        loaded: list[tuple[Tier, NDArray[np.uint8]]] = []
+        for block, tier in zip(blocks, tiers, strict=True):
+            rows = by_key[block.key]
+            if rows is None:
+                self.tree.remove(block)
+                raise InvalidState("a block is missing or damaged")
+            if tier is not self.ram:
+                self.ram.promote(block, rows)
+            loaded.append((tier, rows))
+        return loaded
 
     def load_checkpoint_state(self, checkpoint: Checkpoint) -> BackendState:
         """Return the partial state of a checkpoint. One that is read from a slower tier is also added to RAM."""

@@ -54,8 +54,8 @@ class Tier(Protocol):
     def delete(self, block: Block) -> None:
         """Delete a block from the tier."""
 
-    def load_rows(self, block: Block) -> NDArray[np.uint8]:
-        """Return the cells of a block that the tier holds; raise `InvalidState` if they are missing or damaged."""
+    def load_rows(self, blocks: Sequence[Block]) -> list[NDArray[np.uint8] | None]:
+        """Return the cells of blocks that the tier holds; None for those that are missing or damaged."""
 
     def load_state(self, checkpoint: Checkpoint) -> BackendState:
         """Return the partial state of a checkpoint of this tier; raise `InvalidState` if it is missing or damaged."""

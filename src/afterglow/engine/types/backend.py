@@ -197,7 +197,7 @@ class Backend(Protocol):
         """Return a partial state as bytes. Thread-safe."""
 
     def deserialize_state(self, data: memoryview) -> BackendState:
-        """Return the partial state in `data`; raise `InvalidState` if there is none."""
+        """Return the partial state in `data`, which it may keep; raise `InvalidState` if there is none."""
 
     def clear(self, sequence: int) -> None: ...
     def interrupt(self) -> None:

@@ -62,7 +62,7 @@ def write_conversation(make_engine: MakeEngine, kind: str = "attention") -> None
 
 
 def list_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix in (".cells", ".state"))
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".cells", ".state", ".logits"))
 
 
 def get_writer(engine: Engine) -> disk_writer.DiskWriter:

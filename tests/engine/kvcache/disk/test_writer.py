@@ -56,7 +56,7 @@ def make_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeE
 
 
 def list_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix in (".cells", ".state"))
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".cells", ".state", ".logits"))
 
 
 def find_orphans(folder: Path) -> list[str]:
@@ -83,7 +83,8 @@ def count_known_files(engine: Engine) -> int:
     store = engine.prefix_cache.store
     store.refresh()
     assert store.disk_tier is not None
-    return sum(block.is_on_disk for block in store.tree) + len(store.disk_tier.list_checkpoints())
+    others = [*store.disk_tier.list_checkpoints(), *store.disk_tier.list_logits()]
+    return sum(block.is_on_disk for block in store.tree) + len(others)
 
 
 def wait_until_heard(engine: Engine, count: int = 0) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from afterglow.engine.types.entries import Entries
 from afterglow.errors import InvalidArgument, InvalidState
+from afterglow.llama import page_buffers
 
 FileKind: TypeAlias = Literal["cells", "state", "logits"]
 Buffer: TypeAlias = bytes | memoryview
@@ -83,15 +84,18 @@ class CacheFile:
 
 @dataclass(frozen=True, slots=True)
 class LoadedFile:
-    """File that was read and checked. Copy `payload` to `page_buffers` if it is used for a long time."""
+    """File that was read and checked. `payload` is in `page_buffers`: it can be kept without a copy."""
 
     file: CacheFile
     payload: memoryview
 
+    @property
+    def has_all_cells(self) -> bool:
+        """Whether the payload can be divided into the cells of the file."""
+        return self.file.cells > 0 and len(self.payload) % self.file.cells == 0
+
     def to_rows(self) -> NDArray[np.uint8]:
         """Return the cells, one row of bytes per cell."""
-        if not self.file.cells or len(self.payload) % self.file.cells:
-            raise InvalidState("its cells are incomplete")
         return np.frombuffer(self.payload, dtype=np.uint8).reshape(self.file.cells, -1)
 
 
@@ -149,7 +153,7 @@ def load_file(path: Path) -> LoadedFile:
     """
     with _open_file(path) as file:
         header, cache_file, payload_bytes = _read_header(file)
-        payload = np.empty(payload_bytes, dtype=np.uint8)
+        payload = page_buffers.allocate_zeros(payload_bytes)
         _read_into(file, payload.data)
     _verify_checksum(header, payload.data)
     if path.name != cache_file.name:

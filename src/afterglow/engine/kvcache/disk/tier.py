@@ -26,6 +26,7 @@ from afterglow.engine.types.counters import TierCounters
 from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
+from afterglow.llama.parallel import run_parallel
 
 DISK_CHECKPOINT_TABLE_BYTES = 800  # beside its entries; measured with tracemalloc
 MIN_PREFETCH_SECONDS = 0.005  # shorter reads do not noticeably delay running requests
@@ -383,19 +384,44 @@ class DiskTier:
         prefetched = self.prefetcher.pop(kind, key)
         loaded = self.writer.load(kind, key) if prefetched is None else prefetched[0]
         seconds = time.perf_counter() - started if prefetched is None else prefetched[1]
-        self._cost_model.record_disk_read(len(loaded.payload), seconds)
+        self._record_read([loaded], seconds)
         return loaded
 
-    def load_rows(self, block: Block) -> NDArray[np.uint8]:
-        """Return the cells of a block from its file; raise `InvalidState` if the file does not match the block."""
-        loaded = self._load_file("cells", block.key)
-        file, rows = loaded.file, loaded.to_rows()
+    def load_rows(self, blocks: Sequence[Block]) -> list[NDArray[np.uint8] | None]:
+        """Return the cells of blocks, prefetched or read now on several threads; None if a file is not as expected."""
+        files: dict[bytes, LoadedFile | None] = {}
+        for block in blocks:
+            if (prefetched := self.prefetcher.pop("cells", block.key)) is not None:
+                files[block.key] = prefetched[0]
+                self._record_read([prefetched[0]], prefetched[1])
+        unread = [block.key for block in blocks if block.key not in files]
+        started = time.perf_counter()
+        read = run_parallel(self._try_load_block, [(key,) for key in unread])
+        self._record_read([loaded for loaded in read if loaded is not None], time.perf_counter() - started)
+        files.update(zip(unread, read, strict=True))
+        return [self._check_block(block, files[block.key]) for block in blocks]
+
+    def _try_load_block(self, key: bytes) -> LoadedFile | None:
+        """Read and check the file of a block. Thread-safe."""
+        try:
+            return self.writer.load("cells", key)
+        except InvalidState:
+            return None
+
+    def _record_read(self, files: Sequence[LoadedFile], seconds: float) -> None:
+        self._cost_model.record_disk_read(sum(len(loaded.payload) for loaded in files), seconds)
+
+    def _check_block(self, block: Block, loaded: LoadedFile | None) -> NDArray[np.uint8] | None:
+        """Return the cells in the file of a block; None if there is no file or it does not match the block."""
+        if loaded is None:
+            return None
+        file = loaded.file
         matches = (file.parent, file.start, file.cells) == (block.parent, block.start, block.cells)
         if not matches or not np.array_equal(file.entries, block.entries):
             self.writer.remove("cells", block.key)
-            raise InvalidState("a file contains other entries than expected")
+            return None
         block.layout = file.layout
-        return rows
+        return loaded.to_rows() if loaded.has_all_cells else None
 
     def load_state(self, checkpoint: Checkpoint) -> BackendState:
         """Return a partial state from its file; raise `InvalidState` if it is not the state after the same entries."""
