@@ -264,6 +264,17 @@ class LoadOptions(ContextOptions, total=False):
     512
     """
 
+    replicas: Annotated[
+        int,
+        _option(
+            1,
+            "Number of engine processes of the model, each with its own KV cache and RAM prefix cache. They share the "
+            "disk prefix cache, and each request goes to the one that is expected to respond first. For `serve`, and in "
+            'Python with `host="process"`; other commands use one.',
+            ge=1,
+            le=64,
+        ),
+    ]
     disk_cache: Annotated[
         bool | None,
         _option(

@@ -20,7 +20,7 @@ from afterglow.errors import ModelNotFound
 
 def open_model(settings: Settings, console: Console, **overrides: Unpack[LoadOptions]) -> Model:
     """Load the model that the settings name. Shows progress on `console`. `overrides` replace its settings."""
-    load_options: LoadOptions = {**settings.load_options, **overrides}
+    load_options: LoadOptions = {**settings.load_options, **overrides, "replicas": 1}  # they serve several clients
     resolve_or_pull(settings.model)
     columns = TextColumn("{task.description}", markup=False), BarColumn()
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from afterglow import registry
 from afterglow.api.fit import WANTED_CONTEXT, FitPlan
-from afterglow.api.load import apply_disk_cache, build_engine_settings, load, plan_load
+from afterglow.api.load import apply_disk_cache, build_engine_settings, count_shared_bytes, load, plan_load
 from afterglow.api.model import Model
 from afterglow.api.options import LoadOptions, build_model_settings
 from afterglow.cli import options
@@ -222,7 +222,14 @@ def plan_budget(
             plans = together
     for name in models:
         options[name].update(plans[name].options)  # type: ignore[typeddict-item]
-    nbytes = {name: count_plan_bytes(plans[name], build_model_settings(options[name]), gpus) for name in models}
+    nbytes = {}
+    for name in models:
+        one = count_plan_bytes(plans[name], build_model_settings(options[name]), gpus)
+        shared = count_shared_bytes(paths[name], options[name], memory)
+        replicas = options[name]["replicas"]
+        nbytes[name] = {
+            device: count * replicas - (replicas - 1) * shared * (device == RAM) for device, count in one.items()
+        }
     return plans, nbytes, limits
 
 

@@ -189,6 +189,14 @@ class Engine:
         )
         return self.prefix_cache.explain(entries, plan, namespace)
 
+    def write_through(self) -> None:
+        """Store the sequences of the requests that have ended, if the settings say so: other processes wait for them.
+
+        Call it before the next step, while the sequences are idle.
+        """
+        while self.settings.write_through and self.prefix_cache.write_back(keep_all=True):
+            pass
+
     def run_idle_task(self) -> bool:
         """Do one piece of deferred work. Return False if there is none."""
         return self.prefix_cache.write_back() or self.speculator.run_idle_task()

@@ -314,12 +314,15 @@ class PrefixCache:
         self._drop_orphaned_checkpoints()
         self.store.write_back_prompt(entries, namespace)
 
-    def write_back(self) -> bool:
-        """Store one idle sequence and queue it for the disk, to survive a crash; return False if none is left."""
+    def write_back(self, *, keep_all: bool = False) -> bool:
+        """Store one idle sequence and queue it for the disk, to survive a crash; return False if none is left.
+
+        `keep_all`: even if computing it again would cost less.
+        """
         while self._unwritten_slots:
             slot, _ = self._unwritten_slots.popitem()
             if not slot.busy and len(slot):
-                self._write_to_disk(slot)
+                self._write_to_disk(slot, keep_all=keep_all)
                 self._drop_orphaned_checkpoints()
                 return True
         return False

@@ -65,6 +65,9 @@ class EngineSettings:
     """Name or file of the model, shown in listings of the disk tier."""
     disk_cache_bytes: int = 10 * 1024**3
     """Budget of the disk tier: all files in the directory, of all models."""
+    write_through: bool = False
+    """Store a sequence in the slower tiers when its request ends, so that other processes find it at once. Otherwise it
+    is stored when the engine is idle or the sequence is evicted."""
     encoder_cache_bytes: int = 256 * 1024**2
     """RAM for the embeddings of images and audio, so that repeated media are not encoded again."""
     block_size: int = 64

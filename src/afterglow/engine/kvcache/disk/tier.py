@@ -82,6 +82,7 @@ class DiskTier:
             model=tree.hasher.model,
             source=self,
             label=settings.disk_cache_label,
+            is_shared=settings.write_through,
         )
         self.prefetcher = Prefetcher(self.writer, ram)
         tree.holders.append(self)
