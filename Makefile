@@ -96,7 +96,7 @@ lock:                       ## resolve the dependencies again (needs `uv`)
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    pyproject.toml --group build --output-file requirements/runtime.lock
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
-	    pyproject.toml --group build --group dev --extra hub --extra agents --constraint requirements/runtime.lock \
+	    pyproject.toml --group build --group dev --extra hub --extra agents --extra store --constraint requirements/runtime.lock \
 	    --output-file requirements/development.lock
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    --group bench --constraint requirements/development.lock --output-file requirements/bench.lock

@@ -42,6 +42,7 @@ ORDERS = {
         kvcache.budget kvcache.blocks kvcache.radix_tree kvcache.cost_model kvcache.eviction
         kvcache.checkpoints kvcache.ram kvcache.sequence kvcache.tier
         kvcache.disk
+        kvcache.objects
         kvcache
         sampling
         multimodal
@@ -125,7 +126,7 @@ APART = [
 # `Finished` ends a request in the engine, and a run in `afterglow.agents`, whose events are public.
 SHARED_TYPE_NAMES = {"Finished"}
 # Optional dependencies are imported inside functions, so that afterglow works without them.
-OPTIONAL = {"anyio", "httpx", "httpx2", "huggingface_hub", "mcp"}
+OPTIONAL = {"anyio", "httpx", "httpx2", "huggingface_hub", "mcp", "obstore", "ray"}
 
 
 @functools.cache

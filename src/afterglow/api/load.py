@@ -26,6 +26,7 @@ from afterglow.api.options import (
 from afterglow.api.quantization import choose_quantization
 from afterglow.engine.host.build import DraftSource, EngineSpec, find_projector
 from afterglow.engine.host.lifecycle import Lifecycle, LoadHook, LoadState, ProcessLifecycle, ThreadLifecycle
+from afterglow.engine.kvcache.objects.client import check_store_url, read_key
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument, InvalidModel
 from afterglow.llama.gguf.footprint import ModelFacts
@@ -292,8 +293,15 @@ def build_engine_settings(
 ) -> EngineSettings:
     """Return `base`, or the defaults, with the options whose names are `given`, and with the disk cache directory."""
     values = {name: value for name, value in select_fields(EngineSettings, options).items() if name in given}
-    values["write_through"] = options["replicas"] > 1 or (base is not None and base.write_through)
-    return apply_disk_cache(replace(base or EngineSettings(), **values), label, options["disk_cache"])
+    if values.get("shared_cache") is not None:
+        values["shared_cache"] = check_store_url(values["shared_cache"])
+    if values.get("shared_cache_key_file") is not None:
+        values["shared_cache_key_file"] = Path(values["shared_cache_key_file"])
+        read_key(values["shared_cache_key_file"])
+    settings = replace(base or EngineSettings(), **values)
+    is_shared = options["replicas"] > 1 or settings.shared_cache is not None
+    settings = replace(settings, write_through=settings.write_through or is_shared)
+    return apply_disk_cache(settings, label, options["disk_cache"])
 
 
 def apply_disk_cache(settings: EngineSettings, label: str, disk_cache: bool | None = None) -> EngineSettings:

@@ -186,6 +186,7 @@ def build_load_options(names: Collection[str], settings: Settings) -> dict[str, 
         options[name] = {**settings.load_options, **table, "draft": draft.get(name)}
         if settings.private:
             options[name]["disk_cache"] = False
+            options[name]["shared_cache"] = None
     return options
 
 

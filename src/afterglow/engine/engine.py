@@ -262,6 +262,8 @@ class Engine:
     def _start_job(self, waiting: WaitingJob, *, is_retry: bool = False) -> bool:
         """Give the job a sequence with its cached prefix, or let it wait for that. Return False if there is no slot."""
         job, request = waiting.job, waiting.job.request
+        if request.use_prefix_cache and self.prefix_cache.search(job.prompt, job.namespace, waits=not self._running):
+            return True
         # In deterministic mode, generated tokens are computed one by one again: a prompt has computed them in chunks.
         plan = self.prefix_cache.plan(
             job.known_entries if job.generated and not self.settings.deterministic else job.prompt,
