@@ -1,5 +1,5 @@
 # `make chat` and `make test` are the two targets a new user needs; the others are parts of them.
-.PHONY: help chat test test-full test-clients test-llama-server test-frameworks browser unit check docs setup bench bench-quick bench-pages lock clean
+.PHONY: help chat test test-full test-clients test-llama-server test-frameworks test-cluster browser unit check docs setup bench bench-quick bench-pages lock clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -23,7 +23,7 @@ test: .venv/development check browser   ## everything CI runs, in three processe
 	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test-full: .venv/development check browser   ## the same with the long variants
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not (clients or frameworks)" --timeout 3600
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not (clients or frameworks or cluster)" --timeout 3600
 
 test-clients: .venv/development   ## Claude Code, Codex and OpenCode on a real server; needs npm, fetches 250 MB once
 	@$(BIN)/python -m pytest -m clients tests/clients
@@ -34,6 +34,9 @@ test-llama-server: .venv/development   ## llama.cpp's own server tests on llama-
 test-frameworks: .venv/frameworks   ## pydantic-ai, openai-agents and smolagents on a real server
 	@$(BIN)/python -m pytest -m frameworks tests/frameworks
 
+test-cluster: .venv/ray     ## replicas on a Ray cluster of this machine, with SmolLM2; about ten minutes
+	@.venv/ray/bin/python -m pytest -m cluster tests/cluster
+
 browser:                    ## install Chromium for the tests of the web page, with apt-get, if there is none
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null \
 	    || { $(APT_GET) update && $(APT_GET) install --yes --no-install-recommends chromium; } >/dev/null 2>&1 \
@@ -41,7 +44,7 @@ browser:                    ## install Chromium for the tests of the web page, w
 	    else echo "no Chromium: the tests of the web page in a browser are left out" >&2; fi
 
 unit: .venv/development     ## tests without llama.cpp, in less than 30 seconds
-	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not (native or model or slow or full or frameworks)"
+	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not (native or model or slow or full or frameworks or cluster)"
 
 check: .venv/development    ## format, lint, types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
@@ -88,6 +91,13 @@ setup: .venv/runtime        ## create the virtual environment
 	@$@/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes --requirement $<
 	@touch $@
 
+# Ray has an environment of its own: it is large, and pins versions of packages that the server uses.
+.venv/ray: requirements/ray.lock .venv/development
+	@$(PYTHON) -m venv $@
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes --requirement $<
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
 .venv/docs: requirements/docs.lock .venv/development
 	@$(INSTALL) --requirement requirements/docs.lock
 	@touch $@
@@ -104,6 +114,8 @@ lock:                       ## resolve the dependencies again (needs `uv`)
 	    --group docs --constraint requirements/development.lock --output-file requirements/docs.lock
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    --group frameworks --output-file requirements/frameworks.lock
+	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
+	    pyproject.toml --group build --group cluster --extra ray --output-file requirements/ray.lock
 
 clean:                      ## remove the virtual environment
 	@rm -rf .venv

@@ -22,6 +22,7 @@ ORDERS = {
         api
         testing.script
         agents server
+        cluster
         cli
     """,
     "llama": """
@@ -88,6 +89,11 @@ ORDERS = {
         agent
         mcp_server
     """,
+    "cluster": """
+        host replica router
+        application
+        run
+    """,
     "server": """
         errors settings logs sealing volatile
         priority
@@ -126,7 +132,7 @@ APART = [
 # `Finished` ends a request in the engine, and a run in `afterglow.agents`, whose events are public.
 SHARED_TYPE_NAMES = {"Finished"}
 # Optional dependencies are imported inside functions, so that afterglow works without them.
-OPTIONAL = {"anyio", "httpx", "httpx2", "huggingface_hub", "mcp", "obstore", "ray"}
+OPTIONAL = {"anyio", "httpx", "httpx2", "huggingface_hub", "mcp", "obstore"}
 
 
 @functools.cache
