@@ -1,5 +1,5 @@
 # `make chat` and `make test` are the two targets a new user needs; the others are parts of them.
-.PHONY: help chat test test-full test-clients test-llama-server test-frameworks browser pytest unit check docs setup bench bench-quick bench-pages lock clean
+.PHONY: help chat test test-full test-clients test-llama-server test-frameworks test-cluster browser pytest unit check docs setup bench bench-quick bench-pages lock clean
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -23,7 +23,7 @@ test: .venv/development browser   ## everything CI runs, in three processes: two
 	@$(MAKE) --no-print-directory --jobs 2 check pytest
 
 test-full: .venv/development browser   ## the same with the long variants
-	@$(MAKE) --no-print-directory --jobs 2 check pytest PYTEST_ARGUMENTS='-m "not (clients or frameworks)" --timeout 3600'
+	@$(MAKE) --no-print-directory --jobs 2 check pytest PYTEST_ARGUMENTS='-m "not (clients or frameworks or cluster)" --timeout 3600'
 
 pytest: .venv/development
 	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGUMENTS)
@@ -37,6 +37,9 @@ test-llama-server: .venv/development   ## llama.cpp's own server tests on llama-
 test-frameworks: .venv/frameworks   ## pydantic-ai, openai-agents and smolagents on a real server
 	@$(BIN)/python -m pytest -m frameworks tests/frameworks
 
+test-cluster: .venv/ray     ## replicas on a Ray cluster of this machine, with SmolLM2; about ten minutes
+	@.venv/ray/bin/python -m pytest -m cluster tests/cluster
+
 browser:                    ## install Chromium for the tests of the web page, with apt-get, if there is none
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null \
 	    || { $(APT_GET) update && $(APT_GET) install --yes --no-install-recommends chromium; } >/dev/null 2>&1 \
@@ -44,7 +47,7 @@ browser:                    ## install Chromium for the tests of the web page, w
 	    else echo "no Chromium: the tests of the web page in a browser are left out" >&2; fi
 
 unit: .venv/development     ## tests without llama.cpp, in less than 30 seconds
-	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not (native or model or slow or full or frameworks)"
+	@$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not (native or model or slow or full or frameworks or cluster)"
 
 check: .venv/development    ## format, lint, types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
@@ -91,6 +94,13 @@ setup: .venv/runtime        ## create the virtual environment
 	@$@/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes --requirement $<
 	@touch $@
 
+# Ray has an environment of its own: it is large, and pins versions of packages that the server uses.
+.venv/ray: requirements/ray.lock .venv/development
+	@$(PYTHON) -m venv $@
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check --only-binary :all: --require-hashes --requirement $<
+	@$@/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
 .venv/docs: requirements/docs.lock .venv/development
 	@$(INSTALL) --requirement requirements/docs.lock
 	@touch $@
@@ -99,7 +109,7 @@ lock:                       ## resolve the dependencies again (needs `uv`)
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    pyproject.toml --group build --output-file requirements/runtime.lock
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
-	    pyproject.toml --group build --group dev --extra hub --extra agents --constraint requirements/runtime.lock \
+	    pyproject.toml --group build --group dev --extra hub --extra agents --extra store --constraint requirements/runtime.lock \
 	    --output-file requirements/development.lock
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    --group bench --constraint requirements/development.lock --output-file requirements/bench.lock
@@ -107,6 +117,8 @@ lock:                       ## resolve the dependencies again (needs `uv`)
 	    --group docs --constraint requirements/development.lock --output-file requirements/docs.lock
 	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
 	    --group frameworks --output-file requirements/frameworks.lock
+	@uv pip compile --universal --generate-hashes --no-emit-index-url --no-header --quiet \
+	    pyproject.toml --group build --group cluster --extra ray --output-file requirements/ray.lock
 
 clean:                      ## remove the virtual environment
 	@rm -rf .venv

@@ -67,14 +67,14 @@ def smollm2(caches_of_our_own: None) -> Path:
     return registry.pull("smollm2")
 
 
-FILE_OF_NATIVE_TESTS = re.compile(r"^pytestmark = .*mark\.(native|model|slow|full)\b", re.MULTILINE)
+FILE_OF_NATIVE_TESTS = re.compile(r"^pytestmark = .*mark\.(native|model|slow|full|cluster)\b", re.MULTILINE)
 LONG_FILES = (
     "tests/models/",
     "tests/laws/test_state_machine",
     "tests/llama/gguf/test_probe.py",
     "tests/cli/test_repl.py",
 )
-LEFT_OUT = ("full", "clients", "frameworks")  # markers of tests that run only if they are asked for
+LEFT_OUT = ("full", "clients", "frameworks", "cluster")  # markers of tests that run only if they are asked for
 SECONDS_BY_MARKER = {"model": 5.0, "native": 0.4, "slow": 0.2}  # of a test, roughly
 
 

@@ -22,6 +22,7 @@ ORDERS = {
         api
         testing.script
         agents server
+        cluster
         cli
     """,
     "llama": """
@@ -42,6 +43,7 @@ ORDERS = {
         kvcache.budget kvcache.blocks kvcache.radix_tree kvcache.cost_model kvcache.eviction
         kvcache.checkpoints kvcache.last_logits kvcache.ram kvcache.sequence kvcache.tier
         kvcache.disk
+        kvcache.objects
         kvcache
         sampling
         multimodal
@@ -87,6 +89,11 @@ ORDERS = {
         agent
         mcp_server
     """,
+    "cluster": """
+        host replica router
+        application
+        run
+    """,
     "server": """
         errors settings logs sealing volatile
         priority
@@ -125,7 +132,7 @@ APART = [
 # `Finished` ends a request in the engine, and a run in `afterglow.agents`, whose events are public.
 SHARED_TYPE_NAMES = {"Finished"}
 # Optional dependencies are imported inside functions, so that afterglow works without them.
-OPTIONAL = {"anyio", "httpx", "httpx2", "huggingface_hub", "mcp"}
+OPTIONAL = {"anyio", "httpx", "httpx2", "huggingface_hub", "mcp", "obstore"}
 # Imported inside functions, because they take long to import and most starts of a command do not need them.
 DEFERRED = {"PIL", "importlib", "rich.console", "rich.progress", "soundfile", "urllib.request"}
 DEFERRED |= {"afterglow.cli.models", "afterglow.media.audio", "afterglow.media.images"}

@@ -132,6 +132,9 @@ ENGINE = {
     "disk_cache_label": "test_the_models_of_a_directory_are_listed",
     "disk_cache_bytes": "test_the_disk_budget_is_never_exceeded",
     "block_size": "test_a_common_prefix_is_on_disk_once",
+    "shared_cache": "test_an_engine_loads_what_another_one_computed",
+    "shared_cache_key_file": "test_an_encrypted_store_shows_neither_entries_nor_cells",
+    "write_through": "test_a_busy_replica_stores_an_answer_before_it_is_idle",
     "encoder_cache_bytes": "test_the_encoder_cache_stays_within_its_bytes",
 }
 CHECKPOINTS = {
@@ -191,6 +194,8 @@ LOAD = {
     "adapters": "test_each_request_chooses_its_adapters",
     "strip_media": "test_c18_unsupported_media_is_stripped_if_configured",
     "shorten_embeddings": "test_dimensions_need_a_model_that_was_trained_for_them",
+    "replicas": "test_one_address_serves_several_engine_processes",
+    **dict.fromkeys(("shared_cache", "shared_cache_key_file"), "test_the_store_of_load_is_a_tier_of_the_engine"),
     "reranker": "test_the_kind_of_a_reranker_follows_from_its_file_and_can_be_set",
     "sampling_defaults": "test_the_defaults_given_to_load_override_the_file",
     "engine": "test_a_prompt_gives_the_same_tokens_from_every_cache_state",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import afterglow
+from afterglow.errors import InvalidArgument
 from afterglow.llama import model as model_module
 from afterglow.llama.settings import ContextSettings
+from afterglow.testing import models
+from support.hosts import wait_until
 from support.load_options import CONTEXT_FIELDS, MODEL_FIELDS, OPTION_CHECKS, check_option
 
 pytestmark = pytest.mark.native
@@ -66,3 +70,25 @@ def test_c19_a_dropped_option_is_noticed(
     plant(option, monkeypatch)
     with pytest.raises(AssertionError, match="nothing shows"):
         check_option(option)
+
+
+def test_the_store_of_load_is_a_tier_of_the_engine(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("ab" * 32)
+    with afterglow.load(
+        models.get_path("attention"),
+        context=512,
+        threads=1,
+        shared_cache=str(tmp_path / "s"),
+        shared_cache_key_file=key,
+    ) as model:
+        model.complete([5] * 200, max_tokens=1)
+        assert wait_until(lambda: model.get_stats().tiers["shared"].counters.saves > 0)
+    assert all(b"afterglow" not in path.read_bytes() for path in (tmp_path / "s").rglob("*.*"))
+    key.write_text("ab")
+    with pytest.raises(InvalidArgument, match="64 hexadecimal digits"):
+        afterglow.load(models.get_path("attention"), shared_cache=str(tmp_path / "s"), shared_cache_key_file=key)
+    with pytest.raises(InvalidArgument, match="s3://bucket/path"):
+        afterglow.load(models.get_path("attention"), shared_cache="bucket")
+    with pytest.raises(InvalidArgument, match='use host="process"'):
+        afterglow.load(models.get_path("attention"), replicas=2)

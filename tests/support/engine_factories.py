@@ -256,3 +256,9 @@ class ProcessLocalErrorBackend(FakeBackend):
 
     def create_sampler(self, sampling: Sampling) -> FakeSampler:
         raise ProcessLocalError
+
+
+def count_stored_blocks(engine: Engine) -> int:
+    """Return the number of blocks that the engine knows in any tier."""
+    engine.prefix_cache.store.refresh()
+    return len(engine.prefix_cache.store.tree)

@@ -19,12 +19,14 @@ from afterglow.api.options import (
     build_context_settings,
     build_model_settings,
     check_options,
+    count_usable_cores,
     document_options,
     select_fields,
 )
 from afterglow.api.quantization import choose_quantization
 from afterglow.engine.host.build import DraftSource, EngineSpec, find_projector
 from afterglow.engine.host.lifecycle import Lifecycle, LoadHook, LoadState, ProcessLifecycle, ThreadLifecycle
+from afterglow.engine.kvcache.objects.client import check_store_url, read_key
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument, InvalidModel
 from afterglow.llama.gguf.footprint import ModelFacts
@@ -36,7 +38,7 @@ from afterglow.llama.projector import ProjectorSettings
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.paths import get_cache_directory
 
-HOSTS: dict[str, type[Lifecycle]] = {"thread": ThreadLifecycle, "process": ProcessLifecycle}
+HOSTS = ("thread", "process")
 DEFAULT_RECURRENT_SNAPSHOTS = 4  # of recurrent state, if a drafter is loaded
 FirstState: TypeAlias = Literal["active", "warm", "cold"] | LoadState
 FIRST_STATES = (LoadState.ACTIVE, LoadState.WARM, LoadState.COLD)
@@ -110,7 +112,7 @@ def load(
     spec = build_engine_spec(
         path, checked, engine_settings, draft=draft, projector_settings=projector_settings, plan=plan
     )
-    lifecycle = HOSTS[host](spec, hooks)
+    lifecycle = build_lifecycle(spec, hooks, host=host, replicas=checked["replicas"])
     try:
         advance_to(LoadState(state), lifecycle, progress)
         return Model(
@@ -184,7 +186,13 @@ def plan_load(
     draft: DraftSource | None = None,
     memory: MachineMemory | None = None,
 ) -> FitPlan:
-    """Choose the options that are not set, from the headers of the files and the free memory, by default of now."""
+    """Choose the options that are not set, from the headers of the files and the free memory, by default of now.
+
+    The plan is that of one replica.
+    """
+    memory = memory or measure_memory()
+    if options["replicas"] > 1:
+        memory = divide_among_replicas(memory, options, count_shared_bytes(path, options, memory))
     projector = resolve_projector(path, options["projector"])
     companions = Companions(
         draft=read_facts(draft) if isinstance(draft, Path) else None,
@@ -195,7 +203,29 @@ def plan_load(
     )
     if options["ram_cache_bytes"] is None:
         options = {**options, "ram_cache_bytes": engine_settings.ram_cache_bytes}
-    return plan_fit(read_facts(path), options, memory or measure_memory(), companions)
+    return plan_fit(read_facts(path), options, memory, companions)
+
+
+def count_shared_bytes(path: Path, options: LoadOptions, memory: MachineMemory) -> int:
+    """Return the bytes of the weights if replicas share them: mapped files are in RAM once."""
+    is_shared = options["mmap"] and not memory.gpu_bytes
+    return sum(file.stat().st_size for file in list_split_files(path)) if is_shared else 0
+
+
+def divide_among_replicas(memory: MachineMemory, options: LoadOptions, shared_bytes: int) -> MachineMemory:
+    """Return the memory of one replica: what all share, and an equal part of the rest.
+
+    >>> from afterglow.api.options import check_options
+    >>> options = check_options(LoadOptions, {"replicas": 2})
+    >>> divide_among_replicas(MachineMemory(ram_bytes=100), options, shared_bytes=40).ram_bytes
+    70
+    """
+    replicas, rest = options["replicas"], max(0, memory.ram_bytes - shared_bytes)
+    return replace(
+        memory,
+        ram_bytes=min(memory.ram_bytes, shared_bytes) + rest // replicas,
+        gpu_bytes=tuple(nbytes // replicas for nbytes in memory.gpu_bytes),
+    )
 
 
 def read_facts(path: Path) -> ModelFacts:
@@ -226,6 +256,8 @@ def build_engine_spec(
         raise InvalidArgument("draft", f"has no effect: {reason}")
     plan = plan or plan_load(path, options, engine_settings, draft=draft)
     options = cast(LoadOptions, {**options, **plan.options})
+    if options["threads"] is None:
+        options["threads"] = max(1, count_usable_cores() // options["replicas"])
     context_settings = replace(
         build_context_settings(options), recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings)
     )
@@ -261,7 +293,15 @@ def build_engine_settings(
 ) -> EngineSettings:
     """Return `base`, or the defaults, with the options whose names are `given`, and with the disk cache directory."""
     values = {name: value for name, value in select_fields(EngineSettings, options).items() if name in given}
-    return apply_disk_cache(replace(base or EngineSettings(), **values), label, options["disk_cache"])
+    if values.get("shared_cache") is not None:
+        values["shared_cache"] = check_store_url(values["shared_cache"])
+    if values.get("shared_cache_key_file") is not None:
+        values["shared_cache_key_file"] = Path(values["shared_cache_key_file"])
+        read_key(values["shared_cache_key_file"])
+    settings = replace(base or EngineSettings(), **values)
+    is_shared = options["replicas"] > 1 or settings.shared_cache is not None
+    settings = replace(settings, write_through=settings.write_through or is_shared)
+    return apply_disk_cache(settings, label, options["disk_cache"])
 
 
 def apply_disk_cache(settings: EngineSettings, label: str, disk_cache: bool | None = None) -> EngineSettings:
@@ -283,6 +323,17 @@ def apply_disk_cache(settings: EngineSettings, label: str, disk_cache: bool | No
 
 
 # --- lifecycle
+
+
+def build_lifecycle(
+    spec: EngineSpec, hooks: Sequence[LoadHook], *, host: Literal["thread", "process"], replicas: int = 1
+) -> Lifecycle:
+    """Return the lifecycle of a model whose engine, or engines, run in this host."""
+    if host == "process":
+        return ProcessLifecycle(spec, hooks, replicas=replicas)
+    if replicas > 1:
+        raise InvalidArgument("replicas", f'is {replicas}, but an engine in a thread has none: use host="process"')
+    return ThreadLifecycle(spec, hooks)
 
 
 def advance_to(state: LoadState, lifecycle: Lifecycle, progress: ProgressCallback | None) -> None:

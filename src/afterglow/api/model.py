@@ -90,6 +90,7 @@ from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
 from afterglow.engine.host.lifecycle import EngineHost, Lifecycle, LoadState, ProcessLifecycle
+from afterglow.engine.host.merge import merge_contents, merge_forget_reports, merge_stats
 from afterglow.engine.host.remote_calls import AudioWindow, CacheContents, DecodedMediaInfo, EngineInfo, EngineStats
 from afterglow.engine.inspect import cache, difference, snapshots, tree
 from afterglow.engine.inspect.archive import export_archive
@@ -784,7 +785,8 @@ class Model(Closeable):
         3
         """
         request = self._build_lookup(prompt, salt, lora)
-        return self._get_host().call(functools.partial(Engine.explain, request=request))
+        explanations = self._get_host().call_each(functools.partial(Engine.explain, request=request))
+        return max(explanations, key=lambda explanation: explanation.reused_entries)
 
     def _build_lookup(self, prompt: PromptInput, salt: str, lora: LoraInput) -> Request:
         """Build a request that is only looked up in the prefix cache."""
@@ -818,7 +820,7 @@ class Model(Closeable):
         seconds = math.inf if retention_seconds is None else check_float("retention_seconds", retention_seconds, 0)
         entries, adapters = self._build_entries(prompt)[0], resolve_lora(lora, self.adapters, self.name)
         pin = functools.partial(cache.pin, entries=entries, salt=salt, retention_seconds=seconds, adapters=adapters)
-        self._get_host().call(pin)
+        self._get_host().call_each(pin)
 
     def unpin(self, prompt: PromptInput, *, salt: str = "", lora: LoraInput = ()) -> bool:
         """Remove a pin, so that the prefix can be evicted again; return False if exactly this prefix is not pinned.
@@ -827,7 +829,8 @@ class Model(Closeable):
         False
         """
         entries, adapters = self._build_entries(prompt)[0], resolve_lora(lora, self.adapters, self.name)
-        return self._get_host().call(functools.partial(cache.unpin, entries=entries, salt=salt, adapters=adapters))
+        unpin = functools.partial(cache.unpin, entries=entries, salt=salt, adapters=adapters)
+        return any(self._get_host().call_each(unpin))
 
     def clear_cache(self, sequence: int | None = None) -> None:
         """Clear one idle sequence, or the prefix cache in all tiers with pinned prefixes and the files of this model.
@@ -839,9 +842,11 @@ class Model(Closeable):
         >>> model.complete("The rain in Spain", max_tokens=1).usage.cached_tokens
         0
         """
-        self._get_host().call(functools.partial(snapshots.clear, sequence=sequence))
-        if sequence is None:
-            self._get_chat().forget_answers()
+        if sequence is not None:
+            self._get_host().call_on_sequence(snapshots.clear, sequence)
+            return
+        self._get_host().call_each(snapshots.clear)
+        self._get_chat().forget_answers()
 
     def get_cache_contents(self, salt: str = "") -> CacheContents:
         """Return the sequences, checkpoints and tiers of the prefix cache. Entries with another salt are left out.
@@ -850,7 +855,8 @@ class Model(Closeable):
         >>> max(sequence.tokens for sequence in model.get_cache_contents().sequences) >= 4
         True
         """
-        return self._lifecycle.get_host().call(functools.partial(remote_calls.get_cache_contents, salt=salt))
+        host = self._lifecycle.get_host()
+        return merge_contents(host.call_each(functools.partial(remote_calls.get_cache_contents, salt=salt)))
 
     @overload
     def get_tree(self, *, salt: str = "", max_nodes: int = MAX_TREE_NODES, since: None = None) -> PrefixTree: ...
@@ -889,11 +895,11 @@ class Model(Closeable):
 
     def pin_prefix(self, prefix: CachedPrefix) -> None:
         """Pin a prefix of `find_prefix`, as `pin` does."""
-        self._lifecycle.get_host().call(functools.partial(tree.pin_prefix, prefix=prefix))
+        self._lifecycle.get_host().call_each(functools.partial(tree.pin_prefix, prefix=prefix))
 
     def unpin_prefix(self, prefix: CachedPrefix) -> bool:
         """Remove the pin on exactly this prefix of `find_prefix`; return False if there is none."""
-        return self._lifecycle.get_host().call(functools.partial(tree.unpin_prefix, prefix=prefix))
+        return any(self._lifecycle.get_host().call_each(functools.partial(tree.unpin_prefix, prefix=prefix)))
 
     def forget_prefix(self, prefix: CachedPrefix) -> ForgetReport:
         """Remove a node of `get_tree` and all nodes below it from all tiers, with their pins.
@@ -905,7 +911,8 @@ class Model(Closeable):
         >>> model.forget_prefix(model.find_prefix(node.id)).sequences > 0
         True
         """
-        return self._lifecycle.get_host().call(functools.partial(tree.forget_prefix, prefix=prefix))
+        forget = functools.partial(tree.forget_prefix, prefix=prefix)
+        return merge_forget_reports(self._lifecycle.get_host().call_each(forget))
 
     def export_prefix(self, prefix: CachedPrefix, path: str | os.PathLike[str]) -> int:
         """Write the files of a prefix to a new archive for `afterglow cache import`; return their number.
@@ -922,7 +929,7 @@ class Model(Closeable):
         >>> model.get_stats().counters["decodes"] > 0
         True
         """
-        return self._lifecycle.get_host().call(remote_calls.get_engine_stats)
+        return merge_stats(self._lifecycle.get_host().call_each(remote_calls.get_engine_stats))
 
     def get_cache_events(self, after: int = 0) -> CacheEventPage:
         """Return what the prefix cache stored, loaded and evicted after the event with this number.
@@ -937,7 +944,8 @@ class Model(Closeable):
     def explain_miss(self, prompt: PromptInput, *, salt: str = "", lora: LoraInput = ()) -> PrefixMiss:
         """Like `explain`, with the entries of both sides after the divergence."""
         request = self._build_lookup(prompt, salt, lora)
-        return self._get_host().call(functools.partial(difference.explain_miss, request=request))
+        misses = self._get_host().call_each(functools.partial(difference.explain_miss, request=request))
+        return max(misses, key=lambda miss: miss.common_length)
 
     # --- scoring
 
@@ -974,7 +982,7 @@ class Model(Closeable):
         """
         self._check_length(tokens, self.context_length)
         step = self.engine_info.max_scoring_tokens
-        host = self._get_host()
+        host = self._get_host().select()
         adapters = {adapter.name: adapter for adapter in self.adapters}
         requested = resolve_lora(lora, self.adapters, self.name)
         active, _ = resolve_adapters(requested, adapters, np.asarray(tokens, dtype=np.int64))
@@ -1074,7 +1082,7 @@ class Model(Closeable):
         if not len(texts):
             raise InvalidArgument("texts", "must not be empty")
         return embed_tokens(
-            self._lifecycle.get_host(),  # models that cannot generate can embed
+            self._lifecycle.get_host().select(),  # models that cannot generate can embed
             [self._tokenize_prompt(text, "text").tolist() for text in texts],
             limit=self.max_embedding_tokens,
             control_tokens=frozenset(self.vocabulary.control_tokens),
@@ -1146,7 +1154,7 @@ class Model(Closeable):
         if kind == "classifier":
             for prompt in prompts:
                 self._check_length(prompt, self.max_embedding_tokens)
-            host = self._lifecycle.get_host()
+            host = self._lifecycle.get_host().select()
             outputs, computed = pool_all(host, "rank", prompts, salt=salt, cancel=cancel)
             scores = [to_score(output, self.info.architecture) for output in outputs]
         else:
@@ -1324,7 +1332,8 @@ class Model(Closeable):
 
         `sequence` None copies the most recently used one.
         """
-        return self._get_host().call(functools.partial(snapshots.fork, sequence=sequence))
+        number, offset = self._get_host().call_on_sequence(snapshots.fork, sequence)
+        return offset + number
 
     def snapshot(self, name: str, sequence: int | None = None) -> None:
         """Save the state of an idle sequence under a name. `sequence` None saves the most recently used one.
@@ -1336,12 +1345,16 @@ class Model(Closeable):
         >>> model.complete("A long story that is worth keeping:", max_tokens=1).usage.cached_tokens
         7
         """
-        self._snapshots[name] = self._get_host().call(functools.partial(snapshots.save, sequence=sequence))
+        self._snapshots[name], _ = self._get_host().call_on_sequence(snapshots.save, sequence)
 
     def restore(self, name: str, sequence: int | None = None) -> int:
         """Load a snapshot into the KV cache, as a prefix for later requests, and return the number of its sequence."""
-        snapshot = self._find_snapshot(name)
-        return self._get_host().call(functools.partial(snapshots.load, snapshot=snapshot, sequence=sequence))
+        return self._load_sequence(self._find_snapshot(name), sequence)
+
+    def _load_sequence(self, saved: SavedSequence, sequence: int | None) -> int:
+        load = functools.partial(snapshots.load, snapshot=saved)
+        number, offset = self._get_host().call_on_sequence(load, sequence)
+        return offset + number
 
     def save_snapshot(self, name: str, path: str | os.PathLike[str]) -> None:
         """Write a snapshot to a file. Snapshots with media cannot be written."""
@@ -1367,7 +1380,7 @@ class Model(Closeable):
         >>> model.complete("A long story that is worth keeping:", max_tokens=1).usage.cached_tokens
         7
         """
-        saved = self._get_host().call(functools.partial(snapshots.save, sequence=sequence))
+        saved, _ = self._get_host().call_on_sequence(snapshots.save, sequence)
         snapshots.write_file(saved, Path(path))
         return len(saved.entries)
 
@@ -1378,7 +1391,7 @@ class Model(Closeable):
         model.
         """
         saved = snapshots.read_file(Path(path))
-        self._get_host().call(functools.partial(snapshots.load, snapshot=saved, sequence=sequence))
+        self._load_sequence(saved, sequence)
         return len(saved.entries)
 
     # --- load states

@@ -265,6 +265,17 @@ class LoadOptions(ContextOptions, total=False):
     512
     """
 
+    replicas: Annotated[
+        int,
+        _option(
+            1,
+            "Number of engine processes of the model, each with its own KV cache and RAM prefix cache. They share the "
+            "disk prefix cache, and each request goes to the one that is expected to respond first. For `serve`, and "
+            'in Python with `host="process"`; other commands use one.',
+            ge=1,
+            le=64,
+        ),
+    ]
     disk_cache: Annotated[
         bool | None,
         _option(
@@ -276,6 +287,23 @@ class LoadOptions(ContextOptions, total=False):
     disk_cache_bytes: Annotated[
         ByteCount,
         _option(10 * 1024**3, "Size of the disk prefix cache of all models.", ge=0),
+    ]
+    shared_cache: Annotated[
+        str | None,
+        _option(
+            None,
+            "URL of an object store that several machines share as the slowest tier of the prefix cache, such as "
+            "s3://bucket/path, or a directory. Credentials come from the environment. Needs the extra `store`. "
+            "Default: none.",
+        ),
+    ]
+    shared_cache_key_file: Annotated[
+        str | os.PathLike[str] | None,
+        _option(
+            None,
+            "File with a key of 64 hexadecimal digits: objects in the store are encrypted and authenticated with it. "
+            "Default: not encrypted.",
+        ),
     ]
     ram_cache_bytes: Annotated[
         ByteCount | None,

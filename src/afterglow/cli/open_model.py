@@ -27,7 +27,7 @@ def open_model(settings: Settings, console: Console | None = None, **overrides: 
 
     Shows the progress of a long load on `console`, by default standard error, if it is a terminal.
     """
-    load_options: LoadOptions = {**settings.load_options, **overrides}
+    load_options: LoadOptions = {**settings.load_options, **overrides, "replicas": 1}  # they serve several clients
     resolve_or_pull(settings.model)
     with contextlib.ExitStack() as stack:
         return load(

@@ -82,6 +82,16 @@ ModelsArgument = Annotated[
 
 OpenPageOption = Annotated[bool, typer.Option("--open", help="Open the web page in a browser.")]
 
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run the replicas on a Ray cluster: its address, `auto` for the one of this machine, or `local` to start "
+        "one. Needs the extra `ray`.",
+    ),
+]
+
 # --- request
 
 PromptWordsArgument = Annotated[

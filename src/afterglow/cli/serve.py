@@ -12,15 +12,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from socket import socket
+from typing import cast
 
 import typer
 from rich.console import Console
 
 from afterglow import registry
 from afterglow.api.fit import WANTED_CONTEXT, FitPlan
-from afterglow.api.load import apply_disk_cache, build_engine_settings, load, plan_load
+from afterglow.api.load import apply_disk_cache, build_engine_settings, count_shared_bytes, load, plan_load
 from afterglow.api.model import Model
-from afterglow.api.options import LoadOptions, build_model_settings
+from afterglow.api.options import LoadOptions, build_model_settings, get_fields
 from afterglow.cli import options
 from afterglow.cli.fit import build_fit_table, format_summary
 from afterglow.cli.open_model import resolve_or_pull
@@ -48,7 +49,10 @@ INSTALLED_KEEP_ALIVE_SECONDS = 300.0  # as in Ollama, of models that are not nam
 
 @options.accept_settings([*options.SERVER_OPTIONS, *options.SAMPLING_OPTIONS, "private", *options.MODEL_OPTIONS])
 def serve(
-    command: typer.Context, models: options.ModelsArgument = None, open_page: options.OpenPageOption = False
+    command: typer.Context,
+    models: options.ModelsArgument = None,
+    open_page: options.OpenPageOption = False,
+    ray: options.RayOption = None,
 ) -> None:
     """Serve models over HTTP, with the APIs of OpenAI, Anthropic, Ollama and llama-server.
 
@@ -61,7 +65,31 @@ def serve(
     with write_logs("debug" if is_verbose else settings.server.log_level, settings.server.log_file):
         arguments = models or list(settings.models) or [settings.model]
         served = dict(resolve_model_argument(argument, settings) for argument in arguments)
-        serve_models(served, settings, opens_page=open_page)
+        if ray is None:
+            serve_models(served, settings, opens_page=open_page)
+        else:
+            serve_on_cluster(served, settings, ray)
+
+
+def serve_on_cluster(models: Mapping[str, str], settings: Settings, address: str) -> None:
+    """Serve one model with replicas on a Ray cluster until a signal arrives."""
+    from afterglow.cluster.run import serve_on_ray  # it imports everything that a replica needs
+
+    if len(models) != 1:
+        raise InvalidArgument("--ray", f"serves one model, not {len(models)}: start one application for each")
+    ((name, model),) = models.items()
+    resolve_or_pull(model)
+    console = Console(stderr=True, highlight=False)
+    given = {
+        key: value for key, value in settings.load_options.items() if value != get_fields(LoadOptions)[key].default
+    }
+    load_options = cast(LoadOptions, given)
+    server = choose_server_settings(settings)
+
+    def announce(url: str) -> None:
+        print_startup_message(console, url, [name], bool(server.api_keys))
+
+    serve_on_ray(model, name, address, server, load_options, announce)
 
 
 def serve_models(models: Mapping[str, str], settings: Settings, *, opens_page: bool = False) -> None:
@@ -186,6 +214,7 @@ def build_load_options(names: Collection[str], settings: Settings) -> dict[str, 
         options[name] = {**settings.load_options, **table, "draft": draft.get(name)}
         if settings.private:
             options[name]["disk_cache"] = False
+            options[name]["shared_cache"] = None
     return options
 
 
@@ -222,7 +251,14 @@ def plan_budget(
             plans = together
     for name in models:
         options[name].update(plans[name].options)  # type: ignore[typeddict-item]
-    nbytes = {name: count_plan_bytes(plans[name], build_model_settings(options[name]), gpus) for name in models}
+    nbytes = {}
+    for name in models:
+        one = count_plan_bytes(plans[name], build_model_settings(options[name]), gpus)
+        shared = count_shared_bytes(paths[name], options[name], memory)
+        replicas = options[name]["replicas"]
+        nbytes[name] = {
+            device: count * replicas - (replicas - 1) * shared * (device == RAM) for device, count in one.items()
+        }
     return plans, nbytes, limits
 
 

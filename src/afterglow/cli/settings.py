@@ -107,9 +107,9 @@ class Settings(BaseSettings):
 
     @property
     def load_options(self) -> LoadOptions:
-        """Options of `load`. Private mode has no disk cache."""
+        """Options of `load`. Private mode has neither disk cache nor shared store."""
         options = cast(LoadOptions, {name: getattr(self, name) for name in get_fields(LoadOptions)})
-        return {**options, "disk_cache": False} if self.private else options
+        return {**options, "disk_cache": False, "shared_cache": None} if self.private else options
 
     def get_model_table(self, name: str) -> ModelTable:
         """Return the table of a model; an empty one if there is none."""

@@ -192,6 +192,14 @@ class Engine:
         )
         return self.prefix_cache.explain(entries, plan, namespace)
 
+    def write_through(self) -> None:
+        """Store the sequences of the requests that have ended, if the settings say so: other processes wait for them.
+
+        Call it before the next step, while the sequences are idle.
+        """
+        while self.settings.write_through and self.prefix_cache.write_back(keep_all=True):
+            pass
+
     def run_idle_task(self) -> bool:
         """Do one piece of deferred work. Return False if there is none."""
         return self.prefix_cache.write_back() or self.speculator.run_idle_task()
@@ -257,6 +265,8 @@ class Engine:
     def _start_job(self, waiting: WaitingJob, *, is_retry: bool = False) -> bool:
         """Give the job a sequence with its cached prefix, or let it wait for that. Return False if there is no slot."""
         job, request = waiting.job, waiting.job.request
+        if request.use_prefix_cache and self.prefix_cache.search(job.prompt, job.namespace, waits=not self._running):
+            return True
         # In deterministic mode, generated tokens are computed one by one again: a prompt has computed them in chunks.
         plan = self.prefix_cache.plan(
             job.known_entries if job.generated and not self.settings.deterministic else job.prompt,

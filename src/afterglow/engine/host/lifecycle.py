@@ -26,6 +26,7 @@ from afterglow.engine.host.build import EngineSpec, build_engine, load_adapters,
 from afterglow.engine.host.owner import OwnerProcess
 from afterglow.engine.host.process import EngineProcess
 from afterglow.engine.host.remote_calls import EngineInfo
+from afterglow.engine.host.replicas import ReplicaGroup
 from afterglow.engine.host.thread import EngineThread
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.types.counters import StoreReport
@@ -55,7 +56,7 @@ class LoadState(StrEnum):
 
 LoadHook = Callable[[Path, LoadState], str | None]
 """Called with the path and the target state before a load. A returned text rejects the load with this reason."""
-EngineHost: TypeAlias = EngineThread | EngineProcess
+EngineHost: TypeAlias = EngineThread | EngineProcess | ReplicaGroup
 
 
 class Lifecycle(Closeable, ABC):
@@ -328,8 +329,10 @@ class ProcessLifecycle(Lifecycle):
     <LoadState.ACTIVE: 'active'>
     """
 
-    def __init__(self, spec: EngineSpec, hooks: Sequence[LoadHook] = ()) -> None:
+    def __init__(self, spec: EngineSpec, hooks: Sequence[LoadHook] = (), *, replicas: int = 1) -> None:
+        """`replicas` is the number of child processes, each with an engine."""
         super().__init__(spec, hooks)
+        self._replicas = replicas
         self._reload_factory: Callable[[], Engine] | None = None  # while WARM: skips what the last engine found out
 
     @property
@@ -350,15 +353,24 @@ class ProcessLifecycle(Lifecycle):
     def _activate(self, progress: ProgressCallback | None) -> None:
         self._run_hooks(LoadState.ACTIVE)
         with contextlib.ExitStack() as stack:
-            host = stack.enter_context(self._start_process(progress))
+            first = stack.enter_context(self._start_process(progress))
             model = self._model
             if model is None:  # while the child loads the weights
                 model = LlamaModel.load(self.spec.path, ModelSettings(vocab_only=True), trust=True)
                 stack.callback(model.close)
-            host.wait_until_ready()
-            self._info = host.call(remote_calls.get_engine_info)
+            host = self._add_replicas(first)
+            stack.callback(host.close)
+            info = host.call(remote_calls.get_engine_info)
+            self._info = replace(info, sequences=info.sequences * self._replicas)
             stack.pop_all()
         self._model, self._host = model, host
+
+    def _add_replicas(self, first: EngineProcess) -> EngineProcess | ReplicaGroup:
+        """Return the host of all replicas, when they are ready."""
+        if self._replicas > 1:
+            return ReplicaGroup(first, self._replicas)
+        first.wait_until_ready()
+        return first
 
     def _start_process(self, progress: ProgressCallback | None) -> EngineProcess:
         """Start the engine. The load of a new file in the child is its trial: a crash there is an invalid model."""
@@ -372,12 +384,12 @@ class ProcessLifecycle(Lifecycle):
 
     def _restart(self, crashed: EngineHost) -> None:
         """Start a new host. The vocabulary stays open: other threads may be using it."""
-        self._host = EngineProcess(self.spec)
+        self._host = self._add_replicas(EngineProcess(self.spec))
         crashed.close()
 
     def _deactivate(self, store_timeout: float) -> StoreReport | None:
         host = self._host
-        assert isinstance(host, EngineProcess)
+        assert isinstance(host, EngineProcess | ReplicaGroup)
         host.close(store_timeout)
         self._stop_engine()
         self._reload_factory = host.restart_factory

@@ -21,6 +21,7 @@ from afterglow.engine.types.request import EngineEvent, Failed, Finished, Reques
 from afterglow.errors import AfterglowError, Cancelled, InvalidArgument
 
 ArgumentT = TypeVar("ArgumentT")
+ResultT = TypeVar("ResultT")
 Command: TypeAlias = Callable[[Engine], None]
 CallResult: TypeAlias = tuple[Any, BaseException | None]
 """Value or error of a call."""
@@ -84,6 +85,7 @@ class EngineLoop:
                         event.request_id for event in events if isinstance(event, Finished | Failed)
                     )
                     self._deliver(events)
+                    engine.write_through()  # after the events: the client does not wait for it
         finally:
             self._compilers.shutdown(wait=False, cancel_futures=True)
 
@@ -153,6 +155,11 @@ def try_call(function: Callable[[ArgumentT], Any], argument: ArgumentT) -> CallR
         return function(argument), None
     except BaseException as error:
         return None, error
+
+
+def call_with_sequence(engine: Engine, *, function: Callable[..., ResultT], sequence: int | None) -> ResultT:
+    """Call a function of an engine and the keyword `sequence`. For `call` of a host."""
+    return function(engine, sequence=sequence)
 
 
 def close_engine(engine: Engine, store_timeout: float = CLOSE_TIMEOUT_SECONDS) -> StoreReport:

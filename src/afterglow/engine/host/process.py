@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,8 +22,8 @@ from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.child_main import PortableEvent, from_portable_event, pack, unpack
 from afterglow.engine.host.child_process import ChildProcess
-from afterglow.engine.host.loop import describe_error, logger
-from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream
+from afterglow.engine.host.loop import call_with_sequence, describe_error, logger
+from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream, deliver_events
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.request import Failed, PrefillProgress, Request, Usage
@@ -35,6 +37,8 @@ MAX_FAILED_STARTS = 3  # consecutive restarts that do not become ready
 MAX_RESTART_DELAY_SECONDS = 5.0  # between restarts that fail or crash early
 EARLY_CRASH_SECONDS = 2.0  # after a child became ready
 HEARTBEAT_SECONDS = 1.0
+TakeOver: TypeAlias = Callable[["Submission", Sequence[EventStream]], bool]
+"""Serves the requests of a child that died elsewhere. Returns False if that is not possible."""
 MessageKey: TypeAlias = str | int | tuple[str, ...]
 
 
@@ -79,6 +83,7 @@ class EngineProcess(Closeable):
         that does not respond for `silence_timeout` seconds is killed and restarted.
         """
         self.restarts = 0
+        self.take_over: TakeOver | None = None  # gets the requests that would wait for a restart to be repeated
         self.store_report: StoreReport | None = None  # of the close; None: not closed, or the child died before
         self._label = str(getattr(factory, "path", "an engine"))  # in the log
         self._progress = progress
@@ -150,6 +155,22 @@ class EngineProcess(Closeable):
             self._post("submit", tuple(request.id for request in requests), content)
         return streams
 
+    def adopt(self, submission: Submission, streams: Sequence[EventStream]) -> None:
+        """Serve the requests of another host, whose child died. Like all repeated requests, one after the other."""
+        with self._pending.lock:
+            self._pending.adopt_streams(streams)
+            self._repeats.append((submission, {stream.id for stream in streams}))
+            self._send_next_repeat()
+        for stream in streams:
+            if stream.is_cancelled:  # perhaps while no host had it
+                self.cancel(stream.id)
+
+    def list_waiting(self) -> set[str]:
+        """Return the ids of the requests that have no token yet."""
+        with self._pending.lock:
+            queued = {id for _, ids in self._repeats for id in ids}
+            return queued | self._repeated_ids | set(self._repeatable_requests)
+
     def cancel(self, id: str) -> None:
         """Cancel a request, even during a decode. An unknown id is ignored."""
         with self._pending.lock:
@@ -178,6 +199,18 @@ class EngineProcess(Closeable):
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
+
+    def call_each(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> list[ResultT]:
+        """Run a function on every engine of the host: there is one."""
+        return [self.call(function)]
+
+    def select(self) -> EngineProcess:
+        """Return the host for calls that belong together: this one."""
+        return self
+
+    def call_on_sequence(self, function: Callable[..., ResultT], sequence: int | None) -> tuple[ResultT, int]:
+        """Run a function on the engine of a sequence; return the result and the number of the first sequence there."""
+        return self.call(functools.partial(call_with_sequence, function=function, sequence=sequence)), 0
 
     def close(self, store_timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
         """End every request with `Closed` and stop the child, with `store_timeout` seconds for its prefix cache.
@@ -269,6 +302,7 @@ class EngineProcess(Closeable):
             if child.is_ready and not self._closing.is_set():  # if it was never ready, requests wait for the next child
                 ids, numbers = self._repeat_work()
                 self._pending.fail_all(crash, except_requests=ids, except_calls=numbers)
+        self._hand_over_repeats()
         uptime = None if child.ready_since is None else time.monotonic() - child.ready_since
         return child.start_error or crash, uptime
 
@@ -281,6 +315,20 @@ class EngineProcess(Closeable):
         self._repeated_ids = set()
         self._unsent.update((("call", number), content) for number, content in calls.items())
         return {id for _, ids in self._repeats for id in ids}, set(calls)
+
+    def _hand_over_repeats(self) -> None:
+        """Give the requests to repeat to another host, if there is one. Those that it cannot take stay here."""
+        if (take_over := self.take_over) is None or self._closing.is_set():
+            return
+        with self._pending.lock:
+            repeats, self._repeats = self._repeats, deque()
+            orphans = [(submission, self._pending.remove_streams(ids)) for submission, ids in repeats]
+        for submission, streams in orphans:  # without the lock: the other host may be handing over to this one
+            try:
+                if streams and not take_over(submission, streams):
+                    self.adopt(submission, streams)
+            except AfterglowError as error:  # closed meanwhile
+                deliver_events([(stream, Failed(stream.id, copy(error), Usage())) for stream in streams])
 
     def _send_next_repeat(self) -> None:
         """Repeat the next submission once the one before it has tokens, so that one that crashes does so alone."""

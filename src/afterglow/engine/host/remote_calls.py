@@ -14,6 +14,7 @@ import numpy as np
 
 from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
+from afterglow.engine.host.routing import ReplicaReport, ReplicaSpeeds, shorten_key
 from afterglow.engine.inspect.cache import TierUsage, get_tier_usage
 from afterglow.engine.sampling.logprobs import SCORING_SEQUENCE, TokenLogprob, get_scoring_context, score_tokens
 from afterglow.engine.types.adapters import AdapterSet
@@ -219,6 +220,23 @@ def get_engine_stats(engine: Engine) -> EngineStats:
         drafters=engine.speculator.drafter_names,
     )
     return EngineStats(counters=get_counters(engine), tiers=get_tier_usage(engine), speculation=speculation)
+
+
+def get_replica_report(engine: Engine) -> ReplicaReport:
+    """Return the names of the blocks in RAM and the measured speeds, for the routing of requests to replicas."""
+    store, cost_model = engine.prefix_cache.store, engine.prefix_cache.cost_model
+    seconds_per_byte = cost_model.seconds_per_byte + max(tier.seconds_per_byte for tier in store.tiers)
+    speeds = ReplicaSpeeds(
+        seconds_per_entry=cost_model.seconds_per_entry,
+        seconds_per_step=cost_model.seconds_per_step,
+        load_seconds_per_entry=(store.ram.bytes_per_entry or cost_model.bytes_per_entry) * seconds_per_byte,
+    )
+    return ReplicaReport(
+        model=store.hasher.model,
+        block_size=store.hasher.block_size,
+        names=frozenset(shorten_key(block.key) for block in store.ram),
+        speeds=speeds if cost_model.prefill_costs.is_measured else None,
+    )
 
 
 def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:

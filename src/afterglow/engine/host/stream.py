@@ -40,6 +40,7 @@ class EventStream:
         self.id = id
         self.owner = OwnerProcess("stream")
         self.end_event: EndEvent | None = None  # set once it has been read
+        self.is_cancelled = False  # cancellation was requested
         self._cancel = cancel
         self._queue: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
         self._max_buffered_events: int | None = None
@@ -93,7 +94,12 @@ class EventStream:
 
     def cancel(self) -> None:
         """Request cancellation. The stream then ends with `Failed(Cancelled)`, unless it has already ended."""
+        self.is_cancelled = True
         self._cancel(self)
+
+    def move_to(self, cancel: Callable[[EventStream], None]) -> None:
+        """Continue with the events of another host, which cancels the request with `cancel` from now on."""
+        self._cancel = cancel
 
     def __iter__(self) -> Iterator[EngineEvent]:
         return self.iterate_until(None)
@@ -168,6 +174,19 @@ class PendingRequests:
             streams = [EventStream(id, self._cancel_stream) for id in ids]
             self._streams.update(zip(ids, streams, strict=True))
             return streams
+
+    def adopt_streams(self, streams: Sequence[EventStream]) -> None:
+        """Take over the streams of requests that another host could not serve."""
+        with self.lock:
+            self._check_open()
+            for stream in streams:
+                stream.move_to(self._cancel_stream)
+                self._streams[stream.id] = stream
+
+    def remove_streams(self, ids: Container[str]) -> list[EventStream]:
+        """Remove the streams of requests that another host takes over."""
+        with self.lock:
+            return [self._streams.pop(id) for id in list(self._streams) if id in ids]
 
     def add_call(self) -> tuple[int, Future[Any]]:
         """Create the number and the future of a new call."""

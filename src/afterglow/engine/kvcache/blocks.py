@@ -25,7 +25,7 @@ MAX_CACHED_HASHES = 1024  # about one megabyte with the entries that are hashed
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Block:
-    """KV cells of up to `block_size` entries. `rows` is None if they are only on disk."""
+    """KV cells of up to `block_size` entries. `rows` is None if they are not in RAM."""
 
     key: bytes  # hash of these entries and all entries before them
     parent: bytes  # key of the previous block; of the first block, the root key of its salt
@@ -36,6 +36,7 @@ class Block:
     layout: bytes = b""
     rows: NDArray[np.uint8] | None = None
     file_bytes: int = 0  # 0: not on disk
+    object_bytes: int = 0  # 0: not in the object store, as far as known
     pinned_until: float = 0.0  # wall-clock time; infinite for a pin without expiry, 0 if it is not pinned
     hits: int = 0
     last_used: float = field(default_factory=time.monotonic)
@@ -65,6 +66,11 @@ class StoredPrefix:
     blocks: tuple[Block, ...] = ()
     length: int = 0
     entries: Entries = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # the prompt up to `length`
+
+    def cut(self, blocks: int) -> StoredPrefix:
+        """Return the part of the prefix in its first blocks."""
+        length = self.blocks[blocks].start if blocks < len(self.blocks) else self.length
+        return StoredPrefix(self.blocks[:blocks], length, self.entries[:length])
 
     @property
     def next_entry(self) -> int | None:

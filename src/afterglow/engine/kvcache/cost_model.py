@@ -148,6 +148,11 @@ class PrefillCosts:
         self._classes.setdefault(entries.bit_length(), RecentTimings()).add(max(seconds / entries, 1e-9))
 
     @property
+    def is_measured(self) -> bool:
+        """Whether a prefill was recorded."""
+        return bool(self._classes)
+
+    @property
     def seconds_per_entry(self) -> float:
         return self._classes[max(self._classes)].seconds if self._classes else INITIAL_SECONDS_PER_ENTRY
 

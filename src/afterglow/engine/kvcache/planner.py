@@ -86,7 +86,8 @@ class PlanInputs:
     has_copy_cost: bool
     cost_model: CostModel
     grid: int = 0  # entries per chunk in deterministic mode; 0: any length can be reused
-    stored_prefix: StoredPrefix = field(default_factory=StoredPrefix)  # prefix of the prompt in the RAM and disk tiers
+    stored_prefix: StoredPrefix = field(default_factory=StoredPrefix)  # prefix of the prompt in all tiers
+    fast_prefix: StoredPrefix = field(default_factory=StoredPrefix)  # the part of it before what only a slow tier has
     estimate_load_seconds: Callable[[StoredPrefix, int], float] = lambda stored_prefix, reuse_length: 0.0
     estimate_checkpoint_seconds: Callable[[Checkpoint], float] = lambda checkpoint: 0.0
     cells_suffice: bool = True  # the state of a sequence is nothing but cells
@@ -176,7 +177,12 @@ def _list_restore_options(inputs: PlanInputs) -> Iterator[tuple[float, PrefixPla
 
 
 def _list_load_options(inputs: PlanInputs) -> Iterator[tuple[float, PrefixPlan]]:
-    stored_prefix, target = inputs.stored_prefix, inputs.target
+    for stored_prefix in (inputs.stored_prefix, inputs.fast_prefix):
+        yield from _list_load_options_of(inputs, stored_prefix)
+
+
+def _list_load_options_of(inputs: PlanInputs, stored_prefix: StoredPrefix) -> Iterator[tuple[float, PrefixPlan]]:
+    target = inputs.target
     if target is None or not stored_prefix.length:
         return
     length = inputs.limit_reuse(stored_prefix.length)

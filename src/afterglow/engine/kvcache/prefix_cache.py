@@ -122,6 +122,7 @@ class PrefixCache:
             candidates = [candidate for candidate in candidates if candidate.slot is requested or candidate.slot.busy]
         use_store = use_prefix_cache and target is not None
         has_last_logits = use_prefix_cache and self._keeps_prompt_ends and self.store.has_logits(entries, namespace)
+        stored_prefix = self.store.find_stored_prefix(entries, namespace) if use_store else StoredPrefix()
         return plan_prefix(
             PlanInputs(
                 prompt=entries,
@@ -134,7 +135,8 @@ class PrefixCache:
                 has_copy_cost=not (capabilities.kv_unified or capabilities.copies_on_device),
                 cost_model=self.cost_model,
                 grid=self.grid,
-                stored_prefix=self.store.find_stored_prefix(entries, namespace) if use_store else StoredPrefix(),
+                stored_prefix=stored_prefix,
+                fast_prefix=self.store.cut_to_fast_tiers(stored_prefix),
                 estimate_load_seconds=self.store.estimate_load_seconds,
                 estimate_checkpoint_seconds=self.store.estimate_checkpoint_seconds,
                 cells_suffice=not capabilities.has_partial_state,
@@ -159,6 +161,13 @@ class PrefixCache:
             else self._partial_state_bytes
         )
         return nbytes * self.cost_model.seconds_per_byte
+
+    def search(self, entries: Entries, namespace: str, *, waits: bool) -> bool:
+        """Look in the shared store for more of a prompt than is here; return whether the search goes on."""
+        if self.store.object_tier is None:
+            return False
+        shared = (candidate.shared_entries for candidate in self._find_candidates(entries, namespace))
+        return self.store.search(entries, namespace, max(shared, default=0), waits=waits)
 
     def prefetch(self, plan: PrefixPlan) -> bool:
         """Start reading what a plan needs from disk, on another thread; return whether the plan has to wait for it."""
@@ -321,12 +330,15 @@ class PrefixCache:
         self._drop_orphaned_checkpoints()
         self.store.write_back_prompt(entries, namespace)
 
-    def write_back(self) -> bool:
-        """Store one idle sequence and queue it for the disk, to survive a crash; return False if none is left."""
+    def write_back(self, *, keep_all: bool = False) -> bool:
+        """Store one idle sequence and queue it for the disk, to survive a crash; return False if none is left.
+
+        `keep_all`: even if computing it again would cost less.
+        """
         while self._unwritten_slots:
             slot, _ = self._unwritten_slots.popitem()
             if not slot.busy and len(slot):
-                self._write_to_disk(slot)
+                self._write_to_disk(slot, keep_all=keep_all)
                 self._drop_orphaned_checkpoints()
                 return True
         return False
@@ -334,24 +346,25 @@ class PrefixCache:
     def close(self, *, store_idle: bool = True, timeout: float = CLOSE_TIMEOUT_SECONDS) -> StoreReport:
         """Store all idle sequences and what only RAM holds, newest first, within `timeout` seconds; close the tiers.
 
-        Nothing is stored without a disk tier, or without `store_idle`.
+        Nothing is stored without a slower tier, or without `store_idle`.
         """
         started = time.monotonic()
         deadline = started + timeout
         idle = [slot for slot in self.slots if len(slot) and not slot.busy and not slot.is_transient]
         report = StoreReport(sequences=len(idle))
-        disk = self.store.disk_tier
-        if disk is not None and store_idle:
-            before = replace(disk.counters)
+        slower = self.store.tiers[1:]
+        if slower and store_idle:
+            before = [replace(tier.counters) for tier in slower]
             for slot in sorted(idle, key=lambda slot: -slot.last_used):
                 if time.monotonic() < deadline:
                     self._write_to_disk(slot, keep_all=True)
                     self.store.flush(max(0.0, deadline - time.monotonic()))
             self.store.write_back_all()
             report.is_complete = self.store.flush(max(0.0, deadline - time.monotonic()))
-            report.files = disk.counters.saves - before.saves
-            report.nbytes = disk.counters.saved_bytes - before.saved_bytes
-            report.dropped_files = disk.counters.rejected_saves - before.rejected_saves
+            for tier, old in zip(slower, before, strict=True):
+                report.files += tier.counters.saves - old.saves
+                report.nbytes += tier.counters.saved_bytes - old.saved_bytes
+                report.dropped_files += tier.counters.rejected_saves - old.rejected_saves
         self.store.close(max(0.0, deadline - time.monotonic()))
         report.seconds = time.monotonic() - started
         return report

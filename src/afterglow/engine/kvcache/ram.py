@@ -33,7 +33,7 @@ class RamTier:
     """
 
     name = "ram"
-    seconds_per_byte = 0.0
+    seconds_per_byte = latency_seconds = 0.0
 
     def __init__(
         self, tree: BlockTree, checkpoints: CheckpointStore, cost_model: CostModel, *, cells_suffice: bool

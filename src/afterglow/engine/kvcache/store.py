@@ -18,6 +18,7 @@ from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.disk.tier import DiskTier
 from afterglow.engine.kvcache.disk.writer import logger
 from afterglow.engine.kvcache.last_logits import LastLogits, copy_logits
+from afterglow.engine.kvcache.objects.tier import ObjectTier
 from afterglow.engine.kvcache.pins import PinManager, PinnedSpan, find_expiry
 from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.kvcache.sequence import Sequence
@@ -50,7 +51,9 @@ class TieredStore:
         cells_suffice = not backend.capabilities.has_partial_state
         self.ram = RamTier(self.tree, self.checkpoints, cost_model, cells_suffice=cells_suffice)
         self.disk_tier = self._open_disk_tier(settings)
-        self.tiers: list[Tier] = [self.ram] if self.disk_tier is None else [self.ram, self.disk_tier]
+        self.object_tier = self._open_object_tier(settings)
+        slower = (self.disk_tier, self.object_tier)
+        self.tiers: list[Tier] = [self.ram, *(tier for tier in slower if tier is not None)]
         self._tiers_by_name = {tier.name: tier for tier in self.tiers}
         self.pin_manager = PinManager(self.tree, self.ram, self.tiers)
 
@@ -64,7 +67,33 @@ class TieredStore:
             logger.warning("disk cache disabled: %s cannot be used: %s", settings.disk_cache_directory, error)
             return None
 
+    def _open_object_tier(self, settings: EngineSettings) -> ObjectTier | None:
+        """Return the tier of the shared store; None if there is none or it cannot be opened."""
+        if settings.shared_cache is None:
+            return None
+        try:
+            return ObjectTier(settings, self._backend, self._interner, self._cost_model, self.tree, self.ram)
+        except OSError as error:
+            logger.warning("shared store disabled: %s cannot be opened: %s", settings.shared_cache, error)
+            return None
+
     # --- lookup
+
+    def search(self, entries: Entries, salt: str, known_length: int, *, waits: bool) -> bool:
+        """Look in the shared store for more of a prompt than is known; return whether the search goes on."""
+        if self.object_tier is None:
+            return False
+        self.refresh()
+        known_length = max(known_length, self.tree.find_stored_prefix(entries, salt).length)
+        return self.object_tier.search(entries, salt, known_length, waits=waits)
+
+    def cut_to_fast_tiers(self, stored_prefix: StoredPrefix) -> StoredPrefix:
+        """Return the part of a prefix before the first block that only the shared store has."""
+        count = next(
+            (i for i, block in enumerate(stored_prefix.blocks) if self._find_tier(block) is self.object_tier),
+            len(stored_prefix.blocks),
+        )
+        return stored_prefix.cut(count)
 
     def find_stored_prefix(self, entries: Entries, salt: str) -> StoredPrefix:
         """Return the longest prefix of a prompt that is stored."""
@@ -127,13 +156,15 @@ class TieredStore:
     def estimate_load_seconds(self, stored_prefix: StoredPrefix, reuse_length: int) -> float:
         """Return the expected seconds to load the first entries of a stored prefix into the KV cache."""
         moved = reuse_length * (self.ram.bytes_per_entry or self._cost_model.bytes_per_entry)
-        read = sum(block.nbytes * self._find_tier(block).seconds_per_byte for block in stored_prefix.blocks)
-        return moved * self._cost_model.seconds_per_byte + read
+        tiers = [(self._find_tier(block), block) for block in stored_prefix.blocks if block.start < reuse_length]
+        read = sum(block.nbytes * tier.seconds_per_byte for tier, block in tiers)
+        latency = max((tier.latency_seconds for tier, _ in tiers), default=0.0)
+        return moved * self._cost_model.seconds_per_byte + read + latency
 
     def estimate_checkpoint_seconds(self, checkpoint: Checkpoint) -> float:
         """Return the expected seconds to load a checkpoint."""
         tier = self._tiers_by_name[checkpoint.tier]
-        return checkpoint.nbytes * (self._cost_model.seconds_per_byte + tier.seconds_per_byte)
+        return checkpoint.nbytes * (self._cost_model.seconds_per_byte + tier.seconds_per_byte) + tier.latency_seconds
 
     # --- storing
 
@@ -296,8 +327,10 @@ class TieredStore:
         """Load `entries` from a stored prefix at least as long; `InvalidState`: blocks are missing or damaged."""
         started = time.perf_counter()
         tiers: set[Tier] = {self.ram}
-        partial = None if checkpoint is None else self.load_checkpoint_state(checkpoint)
         used = [block for block in stored_prefix.blocks if block.start < len(entries)]
+        if self.object_tier is not None:  # many small reads: at the same time
+            self.object_tier.start_loading(used, checkpoint, {block.key for block in stored_prefix.blocks})
+        partial = None if checkpoint is None else self.load_checkpoint_state(checkpoint)
         row_arrays, length = [], 0
         for block, (tier, rows) in zip(used, self._load_rows(used), strict=True):
             tiers.add(tier)
@@ -412,13 +445,15 @@ class TieredStore:
         for last_logits in self.ram.logits:
             if last_logits.salt == salt and common_prefix_length(last_logits.entries, entries) > start:
                 self.ram.logits.drop(last_logits)
+        block_keys = {block.key for block in blocks}
+        for tier in (self.disk_tier, self.object_tier):
+            if tier is not None:
+                keys |= tier.delete_checkpoints(keys, block_keys)
         if self.disk_tier is not None:
-            block_keys = {block.key for block in blocks}
-            keys |= self.disk_tier.delete_checkpoints(keys, block_keys)
             self.disk_tier.delete_logits(block_keys.union(prefix_keys[index + 1 :]), parent, portable, offset)
         for block in reversed(blocks):
-            for tier in self.tiers:
-                tier.delete(block)
+            for holder in self.tiers:
+                holder.delete(block)
             self.tree.remove(block)
         return len(blocks), len(keys)
 

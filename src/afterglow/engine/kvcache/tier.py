@@ -37,6 +37,10 @@ class Tier(Protocol):
     def seconds_per_byte(self) -> float:
         """Expected seconds to read a byte into RAM."""
 
+    @property
+    def latency_seconds(self) -> float:
+        """Expected seconds until the first byte is read."""
+
     def sync(self) -> None:
         """Notice what other threads and processes have added or removed."""
 

@@ -65,6 +65,14 @@ class EngineSettings:
     """Name or file of the model, shown in listings of the disk tier."""
     disk_cache_bytes: int = 10 * 1024**3
     """Budget of the disk tier: all files in the directory, of all models."""
+    shared_cache: str | None = None
+    """URL of an object store that engines on several machines share, or a directory. None: there is none. Whoever can
+    write to it is trusted, unless there is a key."""
+    shared_cache_key_file: Path | None = None
+    """File with the key, 64 hexadecimal digits, with which objects in the store are encrypted and authenticated."""
+    write_through: bool = False
+    """Store a sequence in the slower tiers when its request ends, so that other processes find it at once. Otherwise it
+    is stored when the engine is idle or the sequence is evicted."""
     encoder_cache_bytes: int = 256 * 1024**2
     """RAM for the embeddings of images and audio, so that repeated media are not encoded again."""
     block_size: int = 64

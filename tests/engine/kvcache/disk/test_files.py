@@ -67,8 +67,8 @@ def test_a_file_truncated_after_it_was_loaded_does_not_end_the_process(path: Pat
 def test_a_file_truncated_while_it_is_read_is_damaged(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_header = disk_files._read_header
 
-    def read_header_and_truncate(file: FileIO) -> tuple[bytes, CacheFile, int]:
-        result = read_header(file)
+    def read_header_and_truncate(file: FileIO, size: int) -> tuple[bytes, CacheFile, int]:
+        result = read_header(file, size)
         os.truncate(path, 1000)
         return result
 

@@ -10,7 +10,7 @@ import stat
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from io import FileIO
+from io import BytesIO, FileIO
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -30,6 +30,7 @@ CHECKSUM_BYTES = 32
 # kind, model, key, parent, start, number of entries, unused, cells, bytes of layout and payload, seconds, value
 HEADER = struct.Struct("<B32s32s32sQQ8xQQQdd")
 HEADER_OFFSET_BYTES = len(MAGIC) + CHECKSUM_BYTES
+HEAD_BYTES = HEADER_OFFSET_BYTES + HEADER.size
 MAX_FILE_BYTES = 2**40
 UNPINNED_MODE, PINNED_MODE = 0o600, 0o400  # a pin without expiry is in the mode, so that it outlives the index
 LABEL_FILE_NAME = "name"
@@ -152,7 +153,7 @@ def load_file(path: Path) -> LoadedFile:
     Files are not memory-mapped: reading a mapping of a file that was truncated ends the process (SIGBUS).
     """
     with _open_file(path) as file:
-        header, cache_file, payload_bytes = _read_header(file)
+        header, cache_file, payload_bytes = _read_header(file, os.fstat(file.fileno()).st_size)
         payload = page_buffers.allocate_zeros(payload_bytes)
         _read_into(file, payload.data)
     _verify_checksum(header, payload.data)
@@ -161,10 +162,37 @@ def load_file(path: Path) -> LoadedFile:
     return LoadedFile(cache_file, payload.data)
 
 
+def decode_file(data: bytes) -> LoadedFile:
+    """Return the file with these contents after verifying its checksum; raise `InvalidState` if it is damaged."""
+    file = BytesIO(data)
+    header, cache_file, _ = _read_header(file, len(data))
+    payload = memoryview(data)[len(header) :]
+    _verify_checksum(header, payload)
+    return LoadedFile(cache_file, page_buffers.copy_to_pages(np.frombuffer(payload, dtype=np.uint8)).data)
+
+
+@dataclass(frozen=True, slots=True)
+class FileHead:
+    """What the first `HEAD_BYTES` of a file tell, unverified."""
+
+    key: bytes
+    parent: bytes
+    start: int
+    count: int  # of entries
+
+
+def decode_head(head: bytes) -> FileHead | None:
+    """Return the contents of the first `HEAD_BYTES` of a file; None if they are not of this version."""
+    if len(head) != HEAD_BYTES or head[: len(MAGIC)] != MAGIC:
+        return None
+    _, _, key, parent, start, count, *_ = HEADER.unpack_from(head, HEADER_OFFSET_BYTES)
+    return FileHead(key, parent, start, count)
+
+
 def read_header(path: Path) -> tuple[CacheFile, int]:
     """Return the contents of a file without the payload, without verifying its checksum, and the file size."""
     with _open_file(path) as file:
-        header, cache_file, payload_bytes = _read_header(file)
+        header, cache_file, payload_bytes = _read_header(file, os.fstat(file.fileno()).st_size)
     if path.name != cache_file.name:
         raise InvalidState("its name does not match its key")
     return replace(cache_file, pinned_until=math.inf if is_pinned(path) else 0.0), len(header) + payload_bytes
@@ -198,7 +226,7 @@ def _open_file(path: Path) -> Iterator[FileIO]:
         os.close(descriptor)
 
 
-def _read_into(file: FileIO, buffer: memoryview) -> None:
+def _read_into(file: FileIO | BytesIO, buffer: memoryview) -> None:
     """Fill a buffer; raise `InvalidState` if the file ends before."""
     while len(buffer):
         count = file.readinto(buffer)
@@ -212,9 +240,8 @@ def _verify_checksum(header: bytes, payload: memoryview) -> None:
         raise InvalidState("its checksum is wrong")
 
 
-def _read_header(file: FileIO) -> tuple[bytes, CacheFile, int]:
+def _read_header(file: FileIO | BytesIO, size: int) -> tuple[bytes, CacheFile, int]:
     """Read everything before the payload: return its bytes, the contents, and the number of bytes of the payload."""
-    size = os.fstat(file.fileno()).st_size
     if not HEADER_OFFSET_BYTES + HEADER.size <= size < MAX_FILE_BYTES:
         raise InvalidState("it is too short or too long")
     start = bytearray(HEADER_OFFSET_BYTES + HEADER.size)

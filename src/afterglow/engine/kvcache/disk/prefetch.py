@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -35,10 +35,10 @@ class Prefetcher:
     If there is no space in RAM, a file is read, but only the page cache of the system holds it.
     """
 
-    def __init__(self, reader: FileReader, ram: RamTier) -> None:
+    def __init__(self, reader: FileReader, ram: RamTier, threads: int = 1) -> None:
         self._reader = reader
         self._ram = ram
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="afterglow-read")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="afterglow-read")
         self._pending: dict[FileKey, _PendingFile] = {}
 
     def submit(self, sizes: Mapping[FileKey, int], protected: AbstractSet[bytes] = frozenset()) -> bool:
@@ -53,9 +53,14 @@ class Prefetcher:
             pending.last_submitted = now
         return not all(self._pending[file_key].future.done() for file_key in sizes)
 
-    def pop(self, kind: FileKind, key: bytes) -> tuple[LoadedFile, float] | None:
-        """Return a file that was read and the seconds it took; None if it is not held or is damaged."""
+    def pop(self, kind: FileKind, key: bytes, timeout: float = 0.0) -> tuple[LoadedFile, float] | None:
+        """Return a file that was read and the seconds it took; None if it is not held or is damaged.
+
+        Waits for at most `timeout` seconds if it is being read, and raises `TimeoutError` after that.
+        """
         pending = self._forget((kind, key))
+        if pending is not None and timeout and not wait([pending.future], timeout).done:
+            raise TimeoutError("reading took too long")
         if pending is None or not pending.future.done() or pending.future.cancelled():
             return None
         return None if pending.future.exception() is not None else pending.future.result()

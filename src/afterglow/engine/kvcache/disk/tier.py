@@ -15,7 +15,8 @@ from afterglow.engine.kvcache.blocks import Block, BlockTree
 from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.checkpoints import Checkpoint
 from afterglow.engine.kvcache.cost_model import CostModel
-from afterglow.engine.kvcache.disk.files import CacheFile, FileKind, LoadedFile, build_file_name
+from afterglow.engine.kvcache.disk.contents import FileBuilder
+from afterglow.engine.kvcache.disk.files import FileKind, LoadedFile, build_file_name
 from afterglow.engine.kvcache.disk.index import IndexRow
 from afterglow.engine.kvcache.disk.prefetch import FileKey, Prefetcher
 from afterglow.engine.kvcache.disk.writer import DiskWriter, FileAdded, FileRemoved
@@ -58,6 +59,7 @@ class DiskTier:
     """Blocks and checkpoints of the engine's model on disk. Data that is put here is copied from the RAM tier."""
 
     name = "disk"
+    latency_seconds = 0.0
 
     def __init__(
         self,
@@ -83,8 +85,9 @@ class DiskTier:
             settings.disk_cache_directory,
             limit=settings.disk_cache_bytes,
             model=tree.hasher.model,
-            source=self,
+            source=FileBuilder(backend, interner, cost_model, tree, ram),
             label=settings.disk_cache_label,
+            is_shared=settings.write_through,
         )
         self.prefetcher = Prefetcher(self.writer, ram)
         tree.holders.append(self)
@@ -292,87 +295,13 @@ class DiskTier:
         if not is_on_disk:
             self.writer.enqueue(get_kind(data), data.key)
 
-    def build_file(self, kind: FileKind, key: bytes) -> CacheFile | None:
-        """Return the file to write, if its contents are still in RAM. Runs on the writer's thread."""
-        match kind:
-            case "cells":
-                return self._build_block_file(key)
-            case "state":
-                return self._build_checkpoint_file(key)
-            case "logits":
-                return self._build_logits_file(key)
-
-    def _build_block_file(self, key: bytes) -> CacheFile | None:
-        block = self._ram.get(key)
-        if block is None or (rows := block.rows) is None:
-            return None
-        return CacheFile(
-            kind="cells",
-            model=self._tree.hasher.model,
-            key=key,
-            parent=block.parent,
-            start=block.start,
-            entries=block.entries,
-            cells=block.cells,
-            seconds=len(block.entries) * self._cost_model.seconds_per_entry,
-            value=self._value_per_byte,
-            layout=block.layout,
-            payload=[rows.reshape(-1).data],
-            pinned_until=block.pinned_until,
-        )
-
-    def _build_checkpoint_file(self, key: bytes) -> CacheFile | None:
-        checkpoint = self._ram.checkpoints.find(key)
-        if checkpoint is None:
-            return None
-        seconds = checkpoint.position * self._cost_model.seconds_per_entry
-        is_standalone = not self._backend.capabilities.has_attention_cells
-        return CacheFile(
-            kind="state",
-            model=self._tree.hasher.model,
-            key=key,
-            parent=checkpoint.parent,
-            start=checkpoint.start,
-            entries=self._interner.to_portable_entries(checkpoint.entries),
-            cells=0,
-            seconds=seconds,
-            value=seconds / checkpoint.nbytes if is_standalone else self._value_per_byte,
-            layout=b"",
-            payload=self._backend.serialize_state(checkpoint.state),
-            pinned_until=checkpoint.pinned_until,
-            needs_cells=not is_standalone,
-        )
-
-    def _build_logits_file(self, key: bytes) -> CacheFile | None:
-        last_logits = self._ram.logits.get(key)
-        if last_logits is None:
-            return None
-        seconds = self._cost_model.seconds_per_row
-        return CacheFile(
-            kind="logits",
-            model=self._tree.hasher.model,
-            key=key,
-            parent=last_logits.parent,
-            start=last_logits.start,
-            entries=self._interner.to_portable_entries(last_logits.entries),
-            cells=0,
-            seconds=seconds,
-            value=seconds / last_logits.nbytes,
-            layout=b"",
-            payload=[last_logits.logits.view(np.uint8).data],
-            needs_cells=self._backend.capabilities.has_attention_cells,
-        )
-
-    @property
-    def _value_per_byte(self) -> float:
-        """Seconds saved per byte of cells and of the checkpoints over them: neither is of use without the other."""
-        return self._cost_model.seconds_per_entry / max(self._cost_model.bytes_per_entry, 1.0)
-
     # --- reading
 
     def prefetch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None, protected: AbstractSet[bytes]) -> bool:
         """Read files on another thread if that takes noticeable time; return whether they are not complete yet."""
-        sizes: dict[FileKey, int] = {("cells", block.key): block.nbytes for block in blocks if block.rows is None}
+        sizes: dict[FileKey, int] = {
+            ("cells", block.key): block.nbytes for block in blocks if block.rows is None and block.is_on_disk
+        }
         if checkpoint is not None and checkpoint.tier == self.name:
             sizes["state", checkpoint.key] = checkpoint.state.nbytes
         seconds = sum(sizes.values()) * self._cost_model.seconds_per_disk_byte

@@ -34,6 +34,7 @@ LISTING_TIMEOUT_SECONDS = 5.0  # how long the start waits for the list of files
 FLUSH_TIMEOUT_SECONDS = 10.0  # how long `flush` waits
 RETRY_AFTER_SECONDS = 60.0  # pause after an I/O error
 POLL_INTERVAL_SECONDS = 1.0  # for files that other processes wrote
+SHARED_POLL_INTERVAL_SECONDS = 0.1  # the same if they write them for this one: see `EngineSettings.write_through`
 EVICTION_BATCH_FILES = 16
 DAMAGE_ERRNOS = (errno.ELOOP, errno.EACCES, errno.EPERM)  # not a file of ours; other errors may pass
 logger = logging.getLogger("afterglow.engine.kvcache.disk.writer")
@@ -79,7 +80,11 @@ class DiskCounters:
 class DiskWriter:
     """Writes the files of one model to a directory that any number of processes may share."""
 
-    def __init__(self, directory: Path, *, limit: int, model: bytes, source: FileSource, label: str = "") -> None:
+    def __init__(
+        self, directory: Path, *, limit: int, model: bytes, source: FileSource, label: str = "", is_shared: bool = False
+    ) -> None:
+        """`is_shared`: other processes write files that this one needs soon."""
+        self._poll_seconds = SHARED_POLL_INTERVAL_SECONDS if is_shared else POLL_INTERVAL_SECONDS
         self.counters = DiskCounters()
         self.limit = limit
         self.directory = directory
@@ -191,10 +196,10 @@ class DiskWriter:
         last_poll = time.monotonic()
         while not (self._closing.is_set() and (self._tasks.empty() or time.monotonic() > self._deadline)):
             with contextlib.suppress(queue.Empty):
-                task = self._tasks.get(timeout=POLL_INTERVAL_SECONDS)
+                task = self._tasks.get(timeout=self._poll_seconds)
                 if task is not None:
                     self._run_task(task)
-            if time.monotonic() - last_poll > POLL_INTERVAL_SECONDS:
+            if time.monotonic() - last_poll > self._poll_seconds:
                 last_poll = time.monotonic()
                 self._run_task(self._poll_index)
         if self._index is not None:

@@ -1,0 +1,177 @@
+"""The application for Ray Serve: an ingress with the whole HTTP API, and replicas with engines."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+from afterglow import registry
+from afterglow.api.load import build_engine_settings, read_chat_template
+from afterglow.api.model import Model
+from afterglow.api.options import LoadOptions, check_options
+from afterglow.cluster.host import RayHost
+from afterglow.cluster.replica import EngineReplica
+from afterglow.engine.host import remote_calls
+from afterglow.engine.host.build import EngineSpec
+from afterglow.engine.host.lifecycle import EngineHost, Lifecycle
+from afterglow.engine.host.remote_calls import EngineInfo
+from afterglow.engine.types.counters import StoreReport
+from afterglow.llama.model import LlamaModel, ModelInfo, ModelSettings, ProgressCallback
+from afterglow.server.app import build_application
+from afterglow.server.models import ModelRegistry, ServedModel
+from afterglow.server.settings import ServerSettings
+from afterglow.server.state import ServerState
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+ENGINE_DEPLOYMENT = "engine"
+ROUTER = "afterglow.cluster.router:PrefixRouter"
+STATS_PERIOD_SECONDS = 1.0  # between the reports of a replica
+DEFAULT_REPLICAS = 2
+MAX_ONGOING_REQUESTS = 1000  # the engine has a queue of its own, which the router takes into account
+
+
+class ClusterLifecycle(Lifecycle):
+    """Vocabulary in this process, engines on a Ray cluster."""
+
+    def __init__(self, spec: EngineSpec, handle: Any) -> None:
+        super().__init__(spec)
+        self._handle = handle
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """Facts about the model."""
+        return self.info.model
+
+    def _load_warm(self, progress: ProgressCallback | None) -> LlamaModel:
+        return LlamaModel.load(self.spec.path, ModelSettings(vocab_only=True), progress=progress)
+
+    def _activate(self, progress: ProgressCallback | None) -> None:
+        host = RayHost(self._handle, list_replicas)
+        infos: list[EngineInfo] = host.call_each(remote_calls.get_engine_info)
+        self._info = replace(infos[0], sequences=sum(info.sequences for info in infos))
+        self._model = self._model or self._load_warm(progress)
+        self._host = host  # type: ignore[assignment]  # it has the same methods
+
+    def _restart(self, crashed: EngineHost) -> None: ...
+
+    def _deactivate(self, store_timeout: float) -> StoreReport | None:
+        self._stop_engine()
+        return None
+
+    def _stop_engine(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
+
+
+def list_replicas() -> list[str]:
+    """Return the ids of the replicas that the router of this process knows."""
+    from afterglow.cluster.router import routers
+
+    router = routers.get(ENGINE_DEPLOYMENT)
+    return [] if router is None else router.list_replicas()
+
+
+def deployment(
+    model: str,
+    *,
+    name: str | None = None,
+    server: ServerSettings | None = None,
+    policy: Literal["prefix", "round_robin"] = "prefix",
+    replica_options: Mapping[str, Any] | None = None,
+    **options: Unpack[LoadOptions],
+) -> Application:
+    """Build the Ray Serve application of a model: an ingress with the HTTP API, and replicas with engines.
+
+    Args:
+        model: Name or path of the model. Every machine needs the file.
+        name: Name under which the model is served. None: `model`, or the name of its file.
+        server: Settings of the server. `host` and `port` are those of Ray Serve's proxy instead.
+        policy: How requests are routed: by `prefix`, or in turn (`round_robin`), for comparisons.
+        replica_options: Further options of the deployment of the replicas, e.g. `ray_actor_options` or
+            `autoscaling_config` and `num_replicas="auto"`.
+        options: Options of `afterglow.load` for each replica. `replicas` is their number, by default 2.
+
+    Run it with `ray.serve.run(deployment("smollm2", replicas=2, shared_cache="/mnt/prefixes"))`.
+    """
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    check_options(LoadOptions, options)
+    engine_options: LoadOptions = {**options, "replicas": 1}
+
+    router = RequestRouterConfig(
+        request_router_class=ROUTER,
+        request_router_kwargs={"policy": policy},
+        request_routing_stats_period_s=STATS_PERIOD_SECONDS,
+    )
+    engine = serve.deployment(
+        EngineReplica,
+        name=ENGINE_DEPLOYMENT,
+        **{
+            "num_replicas": options.get("replicas", DEFAULT_REPLICAS),
+            "max_ongoing_requests": MAX_ONGOING_REQUESTS,
+            "request_router_config": router,
+            "graceful_shutdown_timeout_s": 30,
+            **(replica_options or {}),
+        },
+    )
+    served_name = name or (Path(model).stem if model.endswith(".gguf") else model)
+    settings = server or ServerSettings()  # type: ignore[call-arg]
+
+    def build_app() -> Any:  # Serve calls functions, and takes other callables for applications
+        return build_ingress(model, served_name, settings, engine_options)
+
+    ingress = serve.deployment(serve.ingress(build_app)(), name="ingress", max_ongoing_requests=MAX_ONGOING_REQUESTS)
+    return ingress.bind(engine.bind(model, engine_options))
+
+
+def build(arguments: dict[str, Any]) -> Application:
+    """Build the application from the `args` of a Serve config file: the arguments of `deployment`.
+
+    `server` is a table of server settings.
+    """
+    arguments = dict(arguments)
+    if "server" in arguments:
+        arguments["server"] = ServerSettings(**arguments["server"])
+    return deployment(**arguments)
+
+
+def build_ingress(model: str, name: str, settings: ServerSettings, options: LoadOptions) -> Any:
+    """Build the ASGI application of an ingress replica. The model is opened by its first request."""
+    from ray import serve
+
+    app_name = serve.get_replica_context().app_name
+    handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, app_name=app_name)
+    served = ServedModel(functools.partial(open_model, model, name, settings, options, handle))
+    state = ServerState(ModelRegistry({name: served}), settings)
+    application, _ = build_application(state)
+    return application
+
+
+def open_model(model: str, name: str, settings: ServerSettings, options: LoadOptions, handle: Any) -> Model:
+    """Open a model whose engines are on the cluster."""
+    checked = check_options(LoadOptions, options)
+    path = registry.resolve(model)
+    engine_settings = build_engine_settings(None, checked, options, label=str(path))
+    lifecycle = ClusterLifecycle(EngineSpec(path=path, engine_settings=engine_settings), handle)
+    with contextlib.ExitStack() as stack:
+        stack.callback(lifecycle.close)
+        lifecycle.activate()
+        stack.pop_all()
+    return Model(
+        lifecycle,
+        name,
+        chat_template=read_chat_template(checked["chat_template"]),
+        media_policy=settings.media_policy,
+        strip_media=checked["strip_media"],
+        replay=checked["replay"],
+        shorten_embeddings=checked["shorten_embeddings"],
+        reranker=checked["reranker"],
+    )

@@ -1,0 +1,158 @@
+"""Host of engines on a Ray cluster, as the server sees it: requests go to replicas of a Serve deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from afterglow.closeable import Closeable
+from afterglow.engine.engine import Engine
+from afterglow.engine.host import remote_calls
+from afterglow.engine.host.child_main import pack, unpack
+from afterglow.engine.host.loop import call_with_sequence, describe_error, logger
+from afterglow.engine.host.process import Submission
+from afterglow.engine.host.routing import list_names
+from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream
+from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
+from afterglow.engine.types.counters import StoreReport
+from afterglow.engine.types.request import Failed, PrefillProgress, Request, Usage
+from afterglow.errors import Cancelled, Closed, EngineCrashed, InvalidArgument
+
+ResultT = TypeVar("ResultT")
+MAX_ATTEMPTS = 3  # of a request that has no token yet, if its replica dies or is upgraded
+
+
+class RayHost(Closeable):
+    """Submits requests to a Serve deployment of `EngineReplica`. It has the interface of `EngineProcess`.
+
+    A request whose replica is lost before its first token is sent to another one; later it fails with `EngineCrashed`.
+    """
+
+    def __init__(self, handle: Any, list_replicas: Callable[[], list[str]]) -> None:
+        """`handle` is that of the deployment; `list_replicas` returns the ids of its replicas."""
+        self._handle = handle
+        self._list_replicas = list_replicas
+        self._prefix = uuid.uuid4().hex  # of request ids: several servers share the replicas
+        self._pending = PendingRequests(self.cancel)
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="afterglow-ray", daemon=True)
+        self._thread.start()
+        self.store_report: StoreReport | None = None
+        self.restarts = 0
+        self.is_ready, self.has_given_up = True, False  # Ray replaces replicas; requests wait for one
+        report = self.call(remote_calls.get_replica_report)
+        self._model, self._block_size = report.model, report.block_size
+
+    # --- requests
+
+    def submit(self, request: Request) -> EventStream:
+        """Submit a request without blocking. An invalid request gets its error as its only event."""
+        try:
+            return self.submit_together([request])[0]
+        except InvalidArgument as error:
+            return build_failed_stream(request.id, error)
+
+    def submit_together(self, requests: Sequence[Request]) -> list[EventStream]:
+        """Submit several requests to one replica, so that a common prefix is prefilled once."""
+        renamed = tuple(replace(request, id=f"{self._prefix}-{request.id}") for request in requests)
+        first = renamed[0]
+        names = list_names(first.entries, first.salt, model=self._model, block_size=self._block_size)
+        submission = Submission(renamed, self._loop.time())
+        streams = self._pending.add_streams([request.id for request in renamed])
+        asyncio.run_coroutine_threadsafe(self._start(submission, names), self._loop)
+        return streams
+
+    async def _start(self, submission: Submission, names: list[bytes]) -> None:
+        task = asyncio.ensure_future(self._run(submission, names))
+        for request in submission.requests:
+            self._tasks[request.id] = task
+
+    async def _run(self, submission: Submission, names: list[bytes]) -> None:
+        """Deliver the events of a submission, from one replica after another until one has sent a token."""
+        ids = [request.id for request in submission.requests]
+        error: Exception = EngineCrashed("no replica accepted the request")
+        try:
+            for attempt in range(MAX_ATTEMPTS):
+                if attempt:
+                    logger.warning("a replica was lost (%s); another one gets its request", describe_error(error))
+                has_tokens = False
+                content = pack("request", submission.build_repeat(ids) if attempt else submission.requests)
+                try:
+                    responses = self._handle.options(stream=True).generate.remote(
+                        content, names=names, entries=len(submission.requests[0].entries)
+                    )
+                    async for packed in responses:
+                        events = unpack("events", packed)
+                        has_tokens = has_tokens or not all(isinstance(event, PrefillProgress) for event in events)
+                        self._pending.deliver(events)
+                    return
+                except Exception as failure:
+                    error = failure
+                    if has_tokens:
+                        break
+            crash = EngineCrashed(f"replica was lost: {describe_error(error)}")
+            self._pending.deliver([Failed(id, crash, Usage()) for id in ids])
+        except asyncio.CancelledError:
+            self._pending.deliver([Failed(id, Cancelled(f"request {id} was cancelled"), Usage()) for id in ids])
+        finally:
+            for id in ids:
+                self._tasks.pop(id, None)
+
+    def cancel(self, id: str) -> None:
+        """Cancel a request with all that were submitted together. An unknown id is ignored."""
+
+        def cancel_task() -> None:
+            if (task := self._tasks.get(id)) is not None:
+                task.cancel()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(cancel_task)
+
+    # --- calls
+
+    def call(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> ResultT:
+        """Run a function on the engine of any replica."""
+        result: ResultT = self._call(function, None)
+        return result
+
+    def call_each(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> list[ResultT]:
+        """Run a function on the engines of all replicas."""
+        replicas = self._list_replicas()
+        return [self._call(function, replica) for replica in replicas] if replicas else [self.call(function)]
+
+    def _call(self, function: Callable[[Engine], Any], replica: str | None) -> Any:
+        content = pack("function", function)
+
+        async def call() -> bytes:
+            return await self._handle.call.remote(content, replica=replica)  # type: ignore[no-any-return]
+
+        value, error = unpack("function", asyncio.run_coroutine_threadsafe(call(), self._loop).result())
+        if error is not None:
+            raise error
+        return value
+
+    def call_on_sequence(self, function: Callable[..., ResultT], sequence: int | None) -> tuple[ResultT, int]:
+        """Run a function on a sequence of any replica: on a cluster, sequences have no numbers of their own."""
+        return self.call(functools.partial(call_with_sequence, function=function, sequence=sequence)), 0
+
+    def select(self) -> RayHost:
+        """Return the host for calls that belong together."""
+        return self
+
+    def attach_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Has no effect: events reach an event loop from the thread of this host."""
+
+    def close(self, store_timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
+        """End every request with `Closed`. The replicas go on."""
+        self._pending.close(Closed("engine"))
+        self._pending.fail_all(Closed("engine"))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()

@@ -1,0 +1,112 @@
+"""Router of Ray Serve that sends each request to the replica with the earliest expected first token."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from afterglow.engine.host.child_main import unpack
+from afterglow.engine.host.routing import (
+    ReplicaLoad,
+    ReplicaReport,
+    ReplicaSpeeds,
+    RoutedNames,
+    count_leading,
+    estimate_first_token_seconds,
+)
+
+routers: dict[str, PrefixRouter] = {}  # of this process, by the name of the deployment
+
+
+@dataclass(slots=True)
+class KnownReplica:
+    """What the router knows about a replica, beside its reports."""
+
+    routed: RoutedNames = field(default_factory=RoutedNames)
+    running: dict[str, int] = field(default_factory=dict)  # entries to compute, by request; of this router only
+    packed_report: bytes = b""
+    report: ReplicaReport = field(default_factory=ReplicaReport)
+
+    def update(self, packed_report: bytes) -> None:
+        """Read the latest report of the replica."""
+        if packed_report and packed_report is not self.packed_report and packed_report != self.packed_report:
+            self.packed_report = packed_report
+            self.report = unpack("report", packed_report)
+
+    def build_load(self, names: Sequence[bytes], running: int, sequences: int) -> ReplicaLoad:
+        """Return what a prompt with these names would find. `running` are the requests that the replica reports."""
+        held = max(count_leading(names, self.report.names), count_leading(names, self.routed))
+        return ReplicaLoad(
+            held_entries=held * self.report.block_size,
+            queued_entries=sum(self.running.values()),
+            running=max(len(self.running), running),
+            sequences=sequences,
+            speeds=self.report.speeds or ReplicaSpeeds(),
+        )
+
+
+class PrefixRouter(FIFOMixin, RequestRouter):
+    """Ranks replicas by the expected seconds until the first token: see `afterglow.engine.host.routing`.
+
+    The keyword arguments of a request are its `names`, those of the blocks of its prompt, and its number of `entries`;
+    or a `replica` to which it must go.
+    """
+
+    def initialize_state(self, policy: str = "prefix") -> None:
+        """`policy`: `prefix`, or `round_robin` for comparisons."""
+        self._policy = policy
+        self._turns = itertools.count()
+        self._known: dict[ReplicaID, KnownReplica] = {}
+        routers[self._deployment_id.name] = self
+
+    def list_replicas(self) -> list[str]:
+        """Return the ids of the replicas that run now."""
+        return [replica_id.unique_id for replica_id in self.curr_replicas]
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas, the best first, each in a rank of its own."""
+        arguments: dict[str, Any] = {} if pending_request is None else pending_request.kwargs
+        ordered = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)
+        if (wanted := arguments.get("replica")) is not None:
+            return [[replica] for replica in ordered if replica.replica_id.unique_id == wanted]
+        if self._policy == "round_robin" and ordered:
+            turn = next(self._turns) % len(ordered)
+            return [[replica] for replica in ordered[turn:] + ordered[:turn]]
+        names, entries = arguments.get("names", ()), arguments.get("entries", 0)
+        loads = {replica: self._build_load(replica, names) for replica in ordered}
+        shared = max((load.held_entries for load in loads.values()), default=0)
+        return [
+            [replica]
+            for replica in sorted(ordered, key=lambda one: estimate_first_token_seconds(loads[one], entries, shared))
+        ]
+
+    def _build_load(self, replica: RunningReplica, names: Sequence[bytes]) -> ReplicaLoad:
+        known, stats = self._known.setdefault(replica.replica_id, KnownReplica()), replica.routing_stats
+        known.update(stats.get("report", b""))
+        return known.build_load(names, stats.get("running", 0), stats.get("sequences", 1))
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Record that a replica will hold the prompt of a request."""
+        names = pending_request.kwargs.get("names")
+        if names is None:
+            return
+        known = self._known.setdefault(replica_id, KnownReplica())
+        held = count_leading(names, known.routed) * known.report.block_size
+        known.running[pending_request.metadata.internal_request_id] = max(1, pending_request.kwargs["entries"] - held)
+        known.routed.add(names)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Record that a request has ended."""
+        if (known := self._known.get(replica_id)) is not None:
+            known.running.pop(internal_request_id, None)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Forget a replica."""
+        super().on_replica_actor_died(replica_id)
+        self._known.pop(replica_id, None)

@@ -1,0 +1,547 @@
+"""Object-store tier: blocks and checkpoints that engines on several machines share, found by their names alone.
+
+Names chain, so that no index is needed: the longest stored prefix of a prompt is found by doubling and bisecting. A
+store that is slow, fails or returns wrong bytes costs time, never a wrong token: searches and reads have time limits,
+every byte is checked, entries are compared, and after a failure the store is left alone for a while.
+
+Objects are in a folder per model:
+
+    <key>.cells      a full block
+    <parent>.tail    the shorter block at the end of a sequence that was stored last after block <parent>
+    <parent>.state   the checkpoint that was stored last after block <parent>
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from afterglow.engine.kvcache.blocks import Block, BlockTree
+from afterglow.engine.kvcache.budget import ByteBudget
+from afterglow.engine.kvcache.checkpoints import Checkpoint
+from afterglow.engine.kvcache.cost_model import CostModel, RunningAverage
+from afterglow.engine.kvcache.disk.contents import FileBuilder
+from afterglow.engine.kvcache.disk.files import HEAD_BYTES, FileKind, LoadedFile, decode_file, decode_head
+from afterglow.engine.kvcache.disk.prefetch import FileKey, Prefetcher
+from afterglow.engine.kvcache.disk.tier import DiskCheckpoint, get_kind
+from afterglow.engine.kvcache.last_logits import LastLogits
+from afterglow.engine.kvcache.objects.client import ObjectClient, check_store_url, read_key
+from afterglow.engine.kvcache.objects.search import find_longest_prefix
+from afterglow.engine.kvcache.ram import RamTier
+from afterglow.engine.types.backend import Backend, BackendState
+from afterglow.engine.types.counters import TierCounters
+from afterglow.engine.types.entries import Entries, EntryInterner
+from afterglow.engine.types.settings import EngineSettings
+from afterglow.errors import InvalidState
+
+READ_THREADS = 8
+WRITE_THREADS = 4
+MAX_QUEUED_WRITES = 4096
+MAX_STATE_PROBES = 64  # blocks after which a checkpoint is looked for, the deepest first
+SEARCH_TIMEOUT_SECONDS = 1.0
+LOAD_TIMEOUT_SECONDS, MIN_LOAD_TIMEOUT_SECONDS = 10.0, 0.5
+SEARCH_MEMORY_SECONDS = 2.0  # a search for the same prompt is not repeated within this time
+RETRY_AFTER_SECONDS = 30.0  # pause after failures
+MAX_FAILURES = 3  # consecutive ones before the pause
+MIN_ROUND_TRIPS = 4  # a search takes about as many; a shorter prefill is not worth one
+INITIAL_LATENCY_SECONDS = 0.02
+INITIAL_SECONDS_PER_BYTE = 1e-8  # 100 MB/s
+STORE_LIMIT_BYTES = 2**62  # the store has a limit of its own
+ResultT = TypeVar("ResultT")
+logger = logging.getLogger("afterglow.engine.kvcache.objects")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPrefix:
+    """Result of a search: full blocks, the shorter block after them, and checkpoints."""
+
+    blocks: int = 0
+    block_bytes: int = 0  # of one full block
+    tail: tuple[bytes, int, int] | None = None  # key, number of entries and bytes
+    checkpoints: tuple[DiskCheckpoint, ...] = ()
+
+
+@dataclass(slots=True)
+class Search:
+    """Search for a prompt, until its result was used and for a while after."""
+
+    future: Future[FoundPrefix]
+    started: float = field(default_factory=time.monotonic)
+    is_used: bool = False
+
+
+@dataclass(slots=True)
+class StoreHealth:
+    """Consecutive failures of a store, and until when it is left alone. Thread-safe enough: only estimates."""
+
+    failures: int = 0
+    paused_until: float = 0.0
+
+    @property
+    def is_available(self) -> bool:
+        return time.monotonic() >= self.paused_until
+
+    def record(self, error: BaseException | None) -> None:
+        """Record a request that failed or succeeded."""
+        if error is None:
+            self.failures = 0
+            return
+        self.failures += 1
+        if self.failures == MAX_FAILURES:
+            logger.warning("the store fails and is not used for %.0f s: %s", RETRY_AFTER_SECONDS, error)
+        if self.failures >= MAX_FAILURES:
+            self.paused_until = time.monotonic() + RETRY_AFTER_SECONDS
+
+
+class ObjectTier:
+    """Blocks and checkpoints of the engine's model in an object store. What is put here is copied from the RAM tier."""
+
+    name = "shared"
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        backend: Backend,
+        interner: EntryInterner,
+        cost_model: CostModel,
+        tree: BlockTree,
+        ram: RamTier,
+    ) -> None:
+        assert settings.shared_cache is not None
+        key = None if settings.shared_cache_key_file is None else read_key(settings.shared_cache_key_file)
+        self.client = ObjectClient(check_store_url(settings.shared_cache), head_bytes=HEAD_BYTES, key=key)
+        self.budget = ByteBudget(STORE_LIMIT_BYTES)
+        self.counters = TierCounters()
+        self.health = StoreHealth()
+        self.corrupt_objects = 0
+        self._backend = backend
+        self._interner = interner
+        self._cost_model = cost_model
+        self._tree = tree
+        self._ram = ram
+        self._folder = tree.hasher.model.hex()
+        self._builder = FileBuilder(backend, interner, cost_model, tree, ram)
+        self._latency = RunningAverage(INITIAL_LATENCY_SECONDS)
+        self._seconds_per_byte = RunningAverage(INITIAL_SECONDS_PER_BYTE)
+        self._searches: dict[tuple[bytes, int], Search] = {}
+        self._names: dict[bytes, str] = {}  # of known tails and checkpoints, by key
+        self._checkpoints: dict[bytes, dict[bytes, DiskCheckpoint]] = {}  # by parent key, by key
+        self._writing: set[tuple[FileKind, bytes]] = set()
+        self._written: queue.SimpleQueue[tuple[FileKind, bytes, int]] = queue.SimpleQueue()  # and their bytes
+        self._lock = threading.Lock()  # of the counters and `_writing`
+        self._searchers = ThreadPoolExecutor(2, thread_name_prefix="afterglow-search")
+        self._probers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="afterglow-probe")
+        self._writers = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="afterglow-upload")
+        self._prefetcher = Prefetcher(self, ram, READ_THREADS)
+        tree.holders.append(self)
+
+    @property
+    def seconds_per_byte(self) -> float:
+        return self._seconds_per_byte.value
+
+    @property
+    def latency_seconds(self) -> float:
+        """Expected seconds of a request without data."""
+        return self._latency.value
+
+    # --- search
+
+    def search(self, entries: Entries, salt: str, known_length: int, *, waits: bool) -> bool:
+        """Look for a longer prefix of a prompt than is known; return whether the search goes on.
+
+        With `waits`, it is complete or given up at the return. What is found is added to the tree.
+        """
+        missing_seconds = (len(entries) - 1 - known_length) * self._cost_model.seconds_per_entry
+        if not self.health.is_available or missing_seconds < MIN_ROUND_TRIPS * self.latency_seconds:
+            return False
+        keys = self._tree.hasher.hash_prefixes(entries, salt)
+        search_key = (keys[-1], len(entries))
+        search = self._searches.get(search_key)
+        if search is None:
+            self._drop_old_searches()
+            known = known_length // self._tree.hasher.block_size
+            future = self._searchers.submit(self._find_prefix, entries.copy(), keys, known)
+            search = self._searches[search_key] = Search(future)
+        if search.is_used:
+            return False
+        left = search.started + SEARCH_TIMEOUT_SECONDS - time.monotonic()
+        if waits and left > 0:
+            wait([search.future], left)
+        if not search.future.done():
+            if left > 0 and not waits:
+                return True
+            self.health.record(TimeoutError("a search took too long"))
+        search.is_used = True
+        if search.future.done() and search.future.exception() is None:
+            self._add_found(search.future.result(), entries, keys)
+        return False
+
+    def _drop_old_searches(self) -> None:
+        now = time.monotonic()
+        for key, search in list(self._searches.items()):
+            if now - search.started > SEARCH_MEMORY_SECONDS and search.future.done():
+                del self._searches[key]
+
+    def _find_prefix(self, entries: Entries, keys: Sequence[bytes], known: int) -> FoundPrefix:
+        """Find what is stored of a prompt beyond its first `known` blocks. Runs on a thread of the searchers."""
+        sizes = [0]
+
+        def has_block(index: int) -> bool:
+            size = self._request(functools.partial(self.client.get_size, self._build_name(keys[index + 1], "cells")))
+            sizes.append(size or sizes[-1])
+            return size is not None
+
+        blocks, tail = known, None
+        if self._backend.capabilities.has_attention_cells:
+            blocks = find_longest_prefix(has_block, len(keys) - 1, known)
+            tail = self._find_tail(entries, keys[blocks], blocks)
+        else:
+            blocks = len(keys) - 1
+        checkpoints: tuple[DiskCheckpoint, ...] = ()
+        if self._backend.capabilities.has_partial_state:
+            checkpoints = self._find_states(entries, keys[: blocks + 1])
+        return FoundPrefix(blocks=blocks, block_bytes=sizes[-1], tail=tail, checkpoints=checkpoints)
+
+    def _find_tail(self, entries: Entries, parent: bytes, blocks: int) -> tuple[bytes, int, int] | None:
+        name = self._build_name(parent, "tail")
+        start = blocks * self._tree.hasher.block_size
+        if start >= len(entries):
+            return None
+        data = self._request(functools.partial(self.client.read_head, name))
+        head = None if data is None else decode_head(data)
+        if head is None or not 0 < head.count <= len(entries) - start:
+            return None
+        if self._tree.hasher.hash_block(parent, entries[start : start + head.count]) != head.key:
+            return None
+        size = self._request(functools.partial(self.client.get_size, name))
+        return None if size is None else (head.key, head.count, size)
+
+    def _find_states(self, entries: Entries, keys: Sequence[bytes]) -> tuple[DiskCheckpoint, ...]:
+        """Find the deepest checkpoint on a path, and a second one before it."""
+        indices = list(range(len(keys) - 1, -1, -1))[:MAX_STATE_PROBES]
+        found = []
+        for first in range(0, len(indices), READ_THREADS):
+            batch = indices[first : first + READ_THREADS]
+            results = self._probers.map(lambda index: self._find_state(entries, keys[index], index), batch)
+            found += [checkpoint for checkpoint in results if checkpoint is not None]
+            if len(found) > 1:
+                break
+        return tuple(found)
+
+    def _find_state(self, entries: Entries, parent: bytes, index: int) -> DiskCheckpoint | None:
+        name, hasher = self._build_name(parent, "state"), self._tree.hasher
+        data = self._request(functools.partial(self.client.read_head, name))
+        head = None if data is None else decode_head(data)
+        start = index * hasher.block_size
+        if head is None or not start <= head.count <= len(entries):
+            return None
+        rest = entries[start : head.count]
+        if hasher.hash_checkpoint(parent, rest) != head.key:
+            return None
+        size = self._request(functools.partial(self.client.get_size, name))
+        return None if size is None else DiskCheckpoint(head.key, parent, start, rest.copy(), size)
+
+    def _request(self, request: Callable[[], ResultT]) -> ResultT:
+        """Run a request without data, measure its time, and record whether it failed."""
+        started = time.perf_counter()
+        try:
+            result = request()
+        except OSError as error:
+            self.health.record(error)
+            raise
+        self.health.record(None)
+        self._latency.add(time.perf_counter() - started)
+        return result
+
+    def _add_found(self, found: FoundPrefix, entries: Entries, keys: Sequence[bytes]) -> None:
+        """Add the blocks and checkpoints of a search to the tree."""
+        block_size = self._tree.hasher.block_size
+        if found.block_bytes:
+            for index in range(found.blocks):
+                chunk = entries[index * block_size : (index + 1) * block_size]
+                if not self._add_block(keys[index + 1], keys[index], index * block_size, chunk, found.block_bytes):
+                    return
+        if found.tail is not None and (found.blocks == 0 or self._tree.get(keys[found.blocks]) is not None):
+            key, count, nbytes = found.tail
+            self._names[key] = self._build_name(keys[found.blocks], "tail")
+            start = found.blocks * block_size
+            self._add_block(key, keys[found.blocks], start, entries[start : start + count], nbytes)
+        for checkpoint in found.checkpoints:
+            self._add_checkpoint(checkpoint)
+
+    def _add_block(self, key: bytes, parent: bytes, start: int, chunk: Entries, nbytes: int) -> bool:
+        """Note that the store holds a block; return False if its tables do not fit into RAM."""
+        block = self._tree.get(key)
+        if block is None:
+            block = Block(
+                key=key,
+                parent=parent,
+                start=start,
+                entries=self._interner.to_portable_entries(chunk).copy(),
+                cells=self._interner.count_cells(chunk),
+                nbytes=nbytes,
+            )
+            if block.table_bytes > self._ram.budget.free_bytes:
+                return False
+            for redundant in self._tree.add(block):
+                for holder in self._tree.holders:
+                    holder.forget(redundant)
+        self._set_object_bytes(block, nbytes)
+        return True
+
+    def _add_checkpoint(self, checkpoint: DiskCheckpoint) -> None:
+        siblings = self._checkpoints.setdefault(checkpoint.parent, {})
+        if checkpoint.key not in siblings and checkpoint.table_bytes <= self._ram.budget.free_bytes:
+            siblings[checkpoint.key] = checkpoint
+            self._names[checkpoint.key] = self._build_name(checkpoint.parent, "state")
+            self.budget.add("checkpoints", checkpoint.nbytes)
+            self._ram.budget.add("tables", checkpoint.table_bytes)
+
+    def _remove_checkpoint(self, checkpoint: DiskCheckpoint) -> None:
+        if self._checkpoints.get(checkpoint.parent, {}).pop(checkpoint.key, None) is not None:
+            self.budget.remove("checkpoints", checkpoint.nbytes)
+            self._ram.budget.remove("tables", checkpoint.table_bytes)
+        self._names.pop(checkpoint.key, None)
+
+    def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
+        """Return the known checkpoints on the path of a prompt. Their state is not loaded."""
+        found: list[Checkpoint] = []
+        hasher = self._tree.hasher
+        for index, parent in enumerate(hasher.hash_prefixes(entries, salt) if self._checkpoints else ()):
+            start = index * hasher.block_size
+            for stored in self._checkpoints.get(parent, {}).values():
+                if np.array_equal(entries[start : stored.position], stored.rest):
+                    found.append(
+                        Checkpoint(
+                            entries=entries[: stored.position],
+                            state=stored,
+                            salt=salt,
+                            parent=parent,
+                            start=start,
+                            key=stored.key,
+                            tier=self.name,
+                        )
+                    )
+        return found
+
+    # --- blocks of the tree
+
+    def _set_object_bytes(self, block: Block, nbytes: int) -> None:
+        self.budget.add("blocks", nbytes - block.object_bytes)
+        block.object_bytes = nbytes
+
+    def holds(self, block: Block) -> bool:
+        return block.object_bytes > 0
+
+    def forget(self, block: Block) -> None:
+        """Notice that a block has left the tree. It stays in the store."""
+        self._set_object_bytes(block, 0)
+        self._names.pop(block.key, None)
+
+    def delete(self, block: Block) -> None:
+        """Delete the object of a block."""
+        if block.object_bytes:
+            self._submit(functools.partial(self.client.delete, self._name_block(block)))
+        self.forget(block)
+
+    def delete_checkpoints(self, keys: AbstractSet[bytes], parents: AbstractSet[bytes]) -> set[bytes]:
+        """Delete the known checkpoints with these keys, and those after these blocks; return their keys."""
+        known = [checkpoint for siblings in self._checkpoints.values() for checkpoint in siblings.values()]
+        deleted = [checkpoint for checkpoint in known if checkpoint.key in keys or checkpoint.parent in parents]
+        for checkpoint in deleted:
+            self._remove_checkpoint(checkpoint)
+            self._submit(functools.partial(self.client.delete, self._build_name(checkpoint.parent, "state")))
+        return {checkpoint.key for checkpoint in deleted}
+
+    def sync(self) -> None:
+        """Note what was written."""
+        self._prefetcher.drop_stale()
+        while not self._written.empty():
+            kind, key, nbytes = self._written.get()
+            self.counters.saves += 1
+            self.counters.saved_bytes += nbytes
+            if kind == "cells" and (block := self._tree.get(key)) is not None:
+                self._set_object_bytes(block, nbytes)
+
+    def touch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None = None) -> None: ...
+
+    def pin(self, data: Sequence[Block | Checkpoint]) -> None: ...
+
+    def clear(self) -> None:
+        """Delete all objects of this model, for all machines."""
+        for siblings in list(self._checkpoints.values()):
+            for checkpoint in list(siblings.values()):
+                self._remove_checkpoint(checkpoint)
+        self._searches.clear()
+        self._submit(functools.partial(self.client.delete_folder, self._folder))
+
+    # --- writing
+
+    def put(self, data: Block | Checkpoint | LastLogits) -> None:
+        """Queue a block or a checkpoint for writing, unless the store has it. Last logits are not shared."""
+        if isinstance(data, LastLogits):
+            return
+        kind = get_kind(data)
+        if isinstance(data, Block):
+            is_stored = data.object_bytes > 0
+            name = self._name_block(data)
+        else:
+            is_stored = data.key in self._checkpoints.get(data.parent, ())
+            name = self._build_name(data.parent, "state")
+        if is_stored or (kind, data.key) in self._writing:
+            return
+        if not self.health.is_available or len(self._writing) >= MAX_QUEUED_WRITES:
+            self.counters.rejected_saves += 1
+            return
+        with self._lock:
+            self._writing.add((kind, data.key))
+        self._submit(functools.partial(self._write, kind, data.key, name))
+
+    def _write(self, kind: FileKind, key: bytes, name: str) -> None:
+        """Write an object. Full blocks are named by their content: one that exists is the same."""
+        try:
+            file = self._builder.build_file(kind, key)
+            if file is None or not self.health.is_available:  # it has left RAM
+                return
+            nbytes = self.client.get_size(name) if name.endswith(".cells") else None
+            if nbytes is None:
+                magic, checksum, header, *body = file.to_buffers()
+                nbytes = self.client.write(name, b"".join((magic, checksum, header)), body)
+            self.health.record(None)
+            self._written.put((kind, key, nbytes))
+        finally:
+            with self._lock:
+                self._writing.discard((kind, key))
+
+    def _submit(self, task: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                task()
+            except OSError as error:
+                self.health.record(error)
+            except Exception:  # a bug must not be silent
+                logger.exception("unexpected error in the object store")
+
+        self._writers.submit(run)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything is written; return False if it is not within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self._writing and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.sync()
+        return not self._writing
+
+    def close(self, timeout: float) -> None:
+        self.flush(timeout)
+        self._prefetcher.close()
+        for pool in (self._searchers, self._probers, self._writers):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # --- reading
+
+    def load(self, kind: FileKind, key: bytes) -> LoadedFile:
+        """Read and check an object. Thread-safe. Raise `InvalidState` if it cannot be read or is damaged."""
+        name = self._names.get(key) or self._build_name(key, "cells")
+        started = time.perf_counter()
+        try:
+            data = self.client.read(name)
+        except FileNotFoundError:
+            raise InvalidState(f"{name} is missing") from None
+        except OSError as error:
+            self.health.record(error)
+            raise InvalidState(f"{name}: {error}") from None
+        try:
+            loaded = decode_file(data)
+            if (loaded.file.kind, loaded.file.key, loaded.file.model) != (kind, key, self._tree.hasher.model):
+                raise InvalidState(f"{name} is another object")
+        except (InvalidState, ValueError) as error:
+            with self._lock:
+                self.corrupt_objects += 1
+            self._submit(functools.partial(self.client.delete, name))  # so that it is written again
+            raise InvalidState(f"{name}: {error}") from None
+        self.health.record(None)
+        transfer = time.perf_counter() - started - self.latency_seconds
+        self._seconds_per_byte.add(max(transfer, 1e-6) / len(data) / READ_THREADS)
+        return loaded
+
+    def start_loading(
+        self, blocks: Sequence[Block], checkpoint: Checkpoint | None, protected: AbstractSet[bytes]
+    ) -> bool:
+        """Start reading what only this tier has, on several threads; return whether it is not complete yet."""
+        sizes: dict[FileKey, int] = {
+            ("cells", block.key): block.nbytes
+            for block in blocks
+            if block.rows is None and block.object_bytes and not block.is_on_disk
+        }
+        if checkpoint is not None and checkpoint.tier == self.name:
+            sizes["state", checkpoint.key] = checkpoint.state.nbytes
+        return bool(sizes) and self._prefetcher.submit(sizes, protected)
+
+    prefetch = start_loading
+
+    def _load_file(self, kind: FileKind, key: bytes, position: int) -> LoadedFile:
+        """Return an object, in about twice the time that computing the entries before `position` takes."""
+        compute_seconds = position * self._cost_model.seconds_per_entry
+        try:
+            timeout = min(LOAD_TIMEOUT_SECONDS, MIN_LOAD_TIMEOUT_SECONDS + 2 * compute_seconds)
+            loaded = self._prefetcher.pop(kind, key, timeout)
+        except TimeoutError as error:
+            self.health.record(error)
+            raise InvalidState("the store is too slow") from None
+        if loaded is None and not self.health.is_available:
+            raise InvalidState("the store fails")
+        return self.load(kind, key) if loaded is None else loaded[0]
+
+    def load_rows(self, blocks: Sequence[Block]) -> list[NDArray[np.uint8] | None]:
+        """Return the cells of the blocks of a path; None from the first on that is missing, damaged or too slow."""
+        rows: list[NDArray[np.uint8] | None] = []
+        for block in blocks:
+            try:
+                rows.append(self._load_block(block))
+            except InvalidState:
+                break
+        return [*rows, *[None] * (len(blocks) - len(rows))]
+
+    def _load_block(self, block: Block) -> NDArray[np.uint8]:
+        try:
+            loaded = self._load_file("cells", block.key, block.end)
+            file, rows = loaded.file, loaded.to_rows()
+            matches = (file.parent, file.start, file.cells) == (block.parent, block.start, block.cells)
+            if not matches or not np.array_equal(file.entries, block.entries):
+                raise InvalidState("an object contains other entries than expected")
+        except InvalidState:
+            self.forget(block)
+            raise
+        block.layout = file.layout
+        return rows
+
+    def load_state(self, checkpoint: Checkpoint) -> BackendState:
+        """Return a partial state; raise `InvalidState` if it is not the state after the same entries."""
+        assert isinstance(checkpoint.state, DiskCheckpoint)
+        try:
+            loaded = self._load_file("state", checkpoint.key, checkpoint.position)
+            if not np.array_equal(loaded.file.entries, self._interner.to_portable_entries(checkpoint.entries)):
+                raise InvalidState("an object contains other entries than expected")
+            return self._backend.deserialize_state(loaded.payload)
+        except InvalidState:
+            self._remove_checkpoint(checkpoint.state)
+            raise
+
+    def _name_block(self, block: Block) -> str:
+        is_full = len(block.entries) == self._tree.hasher.block_size
+        return self._build_name(block.key, "cells") if is_full else self._build_name(block.parent, "tail")
+
+    def _build_name(self, key: bytes, suffix: str) -> str:
+        return f"{self._folder}/{key.hex()}.{suffix}"
