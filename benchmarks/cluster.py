@@ -3,32 +3,36 @@
     python benchmarks/cluster.py                  # three arms and a killed replica on this machine, with SmolLM2
     python benchmarks/cluster.py --simulate       # 2 to 1,000 replicas, with measured costs
 
-Both write their results to benchmarks/results/, from which `--plot` makes the pictures of docs/scale.md.
+The first one writes docs/scale/arms.svg, the second one docs/scale/simulation.svg.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import itertools
+import math
 import os
 import random
 import signal
-import sys
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+from cluster_simulation import POLICIES, REPLICA_COUNTS, Costs, simulate
 
 CONVERSATIONS, TURNS, REPLICAS = 8, 5, 2
 WORDS = Path(__file__).read_text().split()
-RESULTS = Path(__file__).parent / "results" / "cluster.json"
+PICTURES = Path(__file__).parents[1] / "docs" / "scale"
 PORT = 8123
+LIMITS = (2.0, 1.1, 1.02)  # of computed per needed tokens, of the three arms
+COLORS = ("#4269d0", "#efb118", "#3ca951", "#ff725c")
 
 
 @dataclass
@@ -172,19 +176,84 @@ def kill_in_third(turn: int) -> None:
         os.kill(list_replica_processes()[0].pid, signal.SIGKILL)
 
 
+def run_simulation() -> list[dict[str, float | str]]:
+    """Simulate all policies with all numbers of replicas, and print a table."""
+    costs, rows = Costs(), []
+    print("| replicas | policy | store | hit rate | computed/needed | median s | p95 s | store MB/s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for count in REPLICA_COUNTS:
+        for policy, has_store in itertools.product(POLICIES, (False, True)):
+            row = simulate(policy, count, costs, has_store=has_store).summarize(costs)
+            rows.append({**row, "store": has_store})
+            shown = f"{row['hit_rate']:.3f} | {row['computed_per_needed']:.2f} | {row['median_seconds']:.2f}"
+            more = f"{row['p95_seconds']:.1f} | {row['store_mb_per_second']:,.0f}"
+            print(f"| {count:,} | {policy} | {'yes' if has_store else 'no'} | {shown} | {more} |", flush=True)
+    return rows
+
+
+def draw_bars(title: str, bars: Sequence[tuple[str, float]], limits: Sequence[float]) -> str:
+    """Return a picture of horizontal bars with their limits."""
+    scale, height = 420 / max(*(value for _, value in bars), *limits), 30
+    lines = [f'<text x="10" y="20" font-size="14">{title}</text>']
+    for index, ((name, value), limit) in enumerate(zip(bars, limits, strict=True)):
+        y = 35 + index * height
+        lines += [
+            f'<text x="10" y="{y + 15}">{name}</text>',
+            f'<rect x="230" y="{y}" width="{value * scale:.0f}" height="20" fill="{COLORS[index]}"/>',
+            f'<text x="{235 + value * scale:.0f}" y="{y + 15}">{value:.2f}</text>',
+            f'<rect x="{230 + limit * scale:.0f}" y="{y - 3}" width="1" height="26" fill="#888"/>',
+        ]
+    return build_svg(lines, 720, 45 + height * len(bars))
+
+
+def draw_curves(title: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Return a picture of curves over a logarithmic x axis."""
+    top = max(y for points in curves.values() for _, y in points)
+    place_x = lambda x: 60 + 580 * math.log10(x / 2) / math.log10(500)  # noqa: E731
+    place_y = lambda y: 240 - 190 * y / top  # noqa: E731
+    lines = [f'<text x="10" y="20" font-size="14">{title}</text>']
+    lines += [f'<text x="{place_x(x):.0f}" y="260">{x:,}</text>' for x in REPLICA_COUNTS]
+    lines += [f'<text x="10" y="{place_y(y) + 4:.0f}">{y:.1f}</text>' for y in (0, top / 2, top)]
+    for index, (name, points) in enumerate(curves.items()):
+        path = " ".join(f"{place_x(x):.0f},{place_y(y):.0f}" for x, y in points)
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{COLORS[index]}" stroke-width="2"/>')
+        lines.append(f'<text x="{80 + 200 * index}" y="40" fill="{COLORS[index]}">{name}</text>')
+    return build_svg(lines, 720, 270)
+
+
+def build_svg(lines: Sequence[str], width: int, height: int) -> str:
+    """Return the file of a picture."""
+    style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12"'
+    start = f'<svg {style} viewBox="0 0 {width} {height}">'
+    return "\n".join([start, f'<rect width="{width}" height="{height}" fill="white"/>', *lines, "</svg>", ""])
+
+
 def main() -> None:
     """Run the arms or the simulator."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", action="store_true")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--words", type=int, default=120)
+    parser.add_argument("--max-tokens", type=int, default=16)
     arguments = parser.parse_args()
+    PICTURES.mkdir(exist_ok=True)
     if arguments.simulate:
-        sys.exit("see simulate()")
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for row in [row for row in run_simulation() if row["store"]]:
+            curves.setdefault(str(row["policy"]), []).append((float(row["replicas"]), float(row["p95_seconds"])))
+        picture = draw_curves(
+            "simulated, with store: 95th percentile of seconds to the first token, by replicas", curves
+        )
+        (PICTURES / "simulation.svg").write_text(picture)
+        return
     options = {"context": 4096, "sequences": 4, "threads": 1, "ram_cache_bytes": 2**29}
-    results = run_arms(arguments.model, words=arguments.words, max_tokens=16, **options)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({name: asdict(result) for name, result in results.items()}, indent=1))
+    results = run_arms(arguments.model, words=arguments.words, max_tokens=arguments.max_tokens, **options)
+    for result in results.values():
+        median = statistics.median(result.seconds_to_first_token)
+        print(f"{result.name}: computed/needed {result.computed}/{result.needed} = {result.ratio:.3f}, "
+              f"by turn {result.computed_by_turn}, median {median:.2f} s, failed {result.failed}")  # fmt: skip
+    bars = [(result.name, result.ratio) for result in results.values()][:3]
+    (PICTURES / "arms.svg").write_text(draw_bars("measured: computed tokens per needed token", bars, LIMITS))
 
 
 if __name__ == "__main__":

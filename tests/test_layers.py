@@ -90,8 +90,8 @@ ORDERS = {
         mcp_server
     """,
     "cluster": """
-        host replica router
-        application
+        host replica
+        router application
         run
     """,
     "server": """
@@ -132,7 +132,7 @@ APART = [
 # `Finished` ends a request in the engine, and a run in `afterglow.agents`, whose events are public.
 SHARED_TYPE_NAMES = {"Finished"}
 # Optional dependencies are imported inside functions, so that afterglow works without them.
-OPTIONAL = {"anyio", "httpx", "httpx2", "huggingface_hub", "mcp", "obstore"}
+OPTIONAL = {"anyio", "httpx", "httpx2", "huggingface_hub", "mcp", "obstore", "ray"}
 # Imported inside functions, because they take long to import and most starts of a command do not need them.
 DEFERRED = {"PIL", "importlib", "rich.console", "rich.progress", "soundfile", "urllib.request"}
 DEFERRED |= {"afterglow.cli.models", "afterglow.media.audio", "afterglow.media.images"}

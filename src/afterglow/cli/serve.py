@@ -26,6 +26,7 @@ from afterglow.cli import options
 from afterglow.cli.fit import build_fit_table, format_summary
 from afterglow.cli.open_model import resolve_or_pull
 from afterglow.cli.settings import Settings, load_command_settings
+from afterglow.cluster.run import serve_on_ray
 from afterglow.engine.host.build import DraftSource
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument, OutOfMemory
@@ -73,8 +74,6 @@ def serve(
 
 def serve_on_cluster(models: Mapping[str, str], settings: Settings, address: str) -> None:
     """Serve one model with replicas on a Ray cluster until a signal arrives."""
-    from afterglow.cluster.run import serve_on_ray  # it imports everything that a replica needs
-
     if len(models) != 1:
         raise InvalidArgument("--ray", f"serves one model, not {len(models)}: start one application for each")
     ((name, model),) = models.items()

@@ -52,7 +52,7 @@ class ClusterLifecycle(Lifecycle):
         return LlamaModel.load(self.spec.path, ModelSettings(vocab_only=True), progress=progress)
 
     def _activate(self, progress: ProgressCallback | None) -> None:
-        host = RayHost(self._handle, list_replicas)
+        host = RayHost(self._handle, ENGINE_DEPLOYMENT)
         infos: list[EngineInfo] = host.call_each(remote_calls.get_engine_info)
         self._info = replace(infos[0], sequences=sum(info.sequences for info in infos))
         self._model = self._model or self._load_warm(progress)
@@ -68,14 +68,6 @@ class ClusterLifecycle(Lifecycle):
         host, self._host = self._host, None
         if host is not None:
             host.close()
-
-
-def list_replicas() -> list[str]:
-    """Return the ids of the replicas that the router of this process knows."""
-    from afterglow.cluster.router import routers
-
-    router = routers.get(ENGINE_DEPLOYMENT)
-    return [] if router is None else router.list_replicas()
 
 
 def deployment(

@@ -26,6 +26,8 @@ from afterglow.engine.types.request import Failed, PrefillProgress, Request, Usa
 from afterglow.errors import Cancelled, Closed, EngineCrashed, InvalidArgument
 
 ResultT = TypeVar("ResultT")
+replica_lists: dict[str, Callable[[], list[str]]] = {}
+"""Functions that return the ids of the replicas of a deployment, by its name. The routers of this process add them."""
 MAX_ATTEMPTS = 3  # of a request that has no token yet, if its replica dies or is upgraded
 
 
@@ -35,10 +37,10 @@ class RayHost(Closeable):
     A request whose replica is lost before its first token is sent to another one; later it fails with `EngineCrashed`.
     """
 
-    def __init__(self, handle: Any, list_replicas: Callable[[], list[str]]) -> None:
-        """`handle` is that of the deployment; `list_replicas` returns the ids of its replicas."""
+    def __init__(self, handle: Any, name: str) -> None:
+        """`handle` and `name` are those of the deployment."""
         self._handle = handle
-        self._list_replicas = list_replicas
+        self._name = name
         self._prefix = uuid.uuid4().hex  # of request ids: several servers share the replicas
         self._pending = PendingRequests(self.cancel)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
@@ -125,7 +127,7 @@ class RayHost(Closeable):
 
     def call_each(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> list[ResultT]:
         """Run a function on the engines of all replicas."""
-        replicas = self._list_replicas()
+        replicas = replica_lists[self._name]() if self._name in replica_lists else []
         return [self._call(function, replica) for replica in replicas] if replicas else [self.call(function)]
 
     def _call(self, function: Callable[[Engine], Any], replica: str | None) -> Any:
@@ -154,5 +156,16 @@ class RayHost(Closeable):
         """End every request with `Closed`. The replicas go on."""
         self._pending.close(Closed("engine"))
         self._pending.fail_all(Closed("engine"))
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = set(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()

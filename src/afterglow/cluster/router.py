@@ -9,6 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from afterglow.cluster.host import replica_lists
 from afterglow.engine.host.child_main import unpack
 from afterglow.engine.host.routing import (
     ReplicaLoad,
@@ -18,8 +19,6 @@ from afterglow.engine.host.routing import (
     count_leading,
     estimate_first_token_seconds,
 )
-
-routers: dict[str, PrefixRouter] = {}  # of this process, by the name of the deployment
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         self._policy = policy
         self._turns = itertools.count()
         self._known: dict[ReplicaID, KnownReplica] = {}
-        routers[self._deployment_id.name] = self
+        replica_lists[self._deployment_id.name] = self.list_replicas
 
     def list_replicas(self) -> list[str]:
         """Return the ids of the replicas that run now."""
