@@ -75,27 +75,31 @@ def test_waits_that_are_too_short_for_a_slice_do_not_lend_the_state(monkeypatch)
     for _ in range(5):
         wait(work, "logits", 0.0)
     assert work._thread is None
-    work.ensure_progress()
-    assert future.result(0) == 3
+    assert not future.done()
 
 
-def test_a_step_makes_progress_only_if_its_waits_made_none():
+def test_the_engine_thread_runs_a_slice_only_if_none_ran_for_a_while(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(slices, "time", SimpleNamespace(perf_counter=lambda: now))
     work, turns = SlicedWork(), []
 
     def record_turns():
+        nonlocal now
         for number in range(4):
             turns.append(number)
-            time.sleep(0.001)  # longer than a slice
+            now += 0.001  # longer than a slice
             yield
 
     work.add(record_turns())
     work.ensure_progress()
-    assert turns == [0]
-    work.run_slice()
-    work.ensure_progress()  # a slice ran since the last call
-    assert turns == [0, 1]
+    assert turns == []
+    now += slices.STALLED_SECONDS
     work.ensure_progress()
-    assert turns == [0, 1, 2]
+    work.ensure_progress()  # a slice ran just now
+    assert turns == [0]
+    now += slices.STALLED_SECONDS
+    work.ensure_progress()
+    assert turns == [0, 1]
 
 
 def test_the_state_is_not_used_by_both_threads():

@@ -18,6 +18,7 @@ WaitKind: TypeAlias = Literal["decode", "logits", "media", "command"]
 SLICE_SECONDS = 0.0005  # of one slice; the last turn may exceed it
 PAUSE_SECONDS = 0.00005  # between two slices: otherwise the engine thread waits 5 ms for the interpreter lock
 USED_FRACTION = 0.8  # of the expected duration of a wait
+STALLED_SECONDS = 0.02  # without a slice, after which the engine thread runs one itself
 RECENT_WAITS = 4  # a wait is expected to last as long as the shortest of these
 
 
@@ -47,7 +48,7 @@ class SlicedWork:
         self._waits = threading.Semaphore(0)  # one for each wait in which the thread may run
         self._deadline = 0.0  # of the last slice in the current wait
         self._thread: threading.Thread | None = None
-        self._has_progress = False
+        self._last_slice = 0.0  # time of its end, or of the start of the work
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -55,6 +56,8 @@ class SlicedWork:
     def add(self, work: Generator[None, None, ResultT]) -> Future[ResultT]:
         """Queue a generator; return the future of its result. An exception in it is that of the future."""
         future: Future[ResultT] = Future()
+        if not self._queue:
+            self._last_slice = time.perf_counter()
         self._queue.append((work, future))
         return future
 
@@ -106,22 +109,21 @@ class SlicedWork:
                 time.sleep(PAUSE_SECONDS)
 
     def ensure_progress(self) -> None:
-        """Run a slice on this thread if none ran since the last call: work ends even if all waits are short."""
-        if self._queue and not self._has_progress:
+        """Run a slice on this thread if none ran for a while: work ends even if all waits are short."""
+        if self._queue and time.perf_counter() - self._last_slice >= STALLED_SECONDS:
             self.run_slice()
-        self._has_progress = False
 
     def run_slice(self, seconds: float = SLICE_SECONDS) -> bool:
         """Continue the first generator for at least one turn and about `seconds`; return False if there is none."""
         if not self._queue:
             return False
-        self._has_progress = True
         work, future = self._queue[0]
         deadline = time.perf_counter() + seconds
         try:
             while True:
                 next(work)
-                if time.perf_counter() > deadline:
+                self._last_slice = time.perf_counter()
+                if self._last_slice > deadline:
                     return True
         except StopIteration as end:
             self._queue.popleft()
