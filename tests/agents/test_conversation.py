@@ -134,7 +134,7 @@ def test_a_long_history_is_summarized_in_pieces_once_and_over_a_restart(
         assert response.usage.prompt_tokens < 1024 - 8
         again = asyncio.run(model.chat_async(question, overflow="compact", max_tokens=8, temperature=0))
         assert again.truncation.compaction.summaries_written == 0
-        assert again.usage.cached_tokens == again.usage.prompt_tokens - 1
+        assert again.usage.cached_tokens == again.usage.prompt_tokens
     with afterglow.load(path, **options) as model:
         later = model.chat(question, overflow="compact", max_tokens=8, temperature=0)
         assert later.truncation.compaction.summaries_written == 0

@@ -124,7 +124,7 @@ def _(put):
 )
 def _(put):
     def find(original, self, entries, salt):
-        return original(self, entries, salt) and next(iter(self))
+        return original(self, entries, salt) and list(self)[-1]
 
     wrap(LogitsStore, "find", find)(put)
 

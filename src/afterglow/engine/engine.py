@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ from afterglow.engine.scheduling.scheduler import (
     select_adapter_set,
 )
 from afterglow.engine.slices import SlicedWork
+from afterglow.engine.speculation.calibration import store_costs
 from afterglow.engine.speculation.ngram import NgramDrafter
 from afterglow.engine.speculation.rollback import Rollback
 from afterglow.engine.speculation.speculator import Drafter, Speculator
@@ -91,6 +93,7 @@ class Engine:
         self.constraint_factory = TokenConstraintFactory(backend.token_bytes)  # thread-safe
         self.media_scheduler = MediaScheduler(backend.projector, self.interner, self.settings)
         self.sliced_work = SlicedWork()  # runs during decodes
+        self.costs_path: Path | None = None  # file for the measured costs, for the next engine of the model
         self._max_media_rows = capabilities.batch_cells  # media rows that the next decode may hold
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[WaitingJob] = deque()
@@ -210,6 +213,8 @@ class Engine:
             self.sliced_work.close(Closed("engine"))
             for job in list(self._jobs.values()):
                 self._fail(job, Cancelled("the engine was closed"))
+            if self.costs_path is not None:
+                store_costs(self.costs_path, self.prefix_cache.cost_model)
             return self.prefix_cache.close(store_idle=self._is_consistent, timeout=store_timeout)
         finally:
             self.speculator.close()

@@ -14,7 +14,14 @@ from blake3 import blake3
 from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
 from afterglow.engine.kvcache.cost_model import StepCosts
-from afterglow.engine.speculation.calibration import calibrate, recall_step_costs, store_step_costs
+from afterglow.engine.speculation.calibration import (
+    calibrate,
+    calibrate_prefill,
+    recall_costs,
+    recall_step_costs,
+    store_costs,
+    store_step_costs,
+)
 from afterglow.engine.speculation.draft_model import DraftModel, check_vocabularies
 from afterglow.engine.speculation.mtp.backend import MtpBackend, MtpDrafter
 from afterglow.engine.speculation.speculator import Drafter
@@ -140,6 +147,8 @@ def build_engine(
     try:
         engine = Engine(backend, settings, drafters)
         engine.media_scheduler.projector_error = projector_error
+        if context.model.info.is_causal:
+            measure_costs(engine, backend)
         if step_costs is not None:
             engine.prefix_cache.cost_model.step_costs = step_costs
         elif engine.speculator.drafter_names and context.model.info.is_causal:
@@ -153,16 +162,28 @@ def build_engine(
         raise
 
 
+def measure_costs(engine: Engine, backend: LlamaBackend) -> None:
+    """Recall the costs of prefill and transfers, or measure them. Closing the engine stores what it has learned."""
+    cost_model = engine.prefix_cache.cost_model
+    path = engine.costs_path = _build_costs_path(backend, "costs")
+    if not recall_costs(path, cost_model):
+        calibrate_prefill(backend, cost_model)
+        store_costs(path, cost_model)
+
+
 def measure_step_costs(backend: LlamaBackend, step_costs: StepCosts) -> None:
     """Calibrate, unless the same model was calibrated lately with the same settings."""
-    context = backend.context
-    key = blake3(f"{compute_probe_key(context)} {context.settings!r} {type(backend).__name__}".encode()).hexdigest()[
-        :32
-    ]
-    path = get_cache_directory("probed") / f"steps-{key}"
+    path = _build_costs_path(backend, "steps")
     if not recall_step_costs(path, step_costs):
         calibrate(backend, step_costs)
         store_step_costs(path, step_costs)
+
+
+def _build_costs_path(backend: LlamaBackend, kind: str) -> Path:
+    """Return the file of measurements of a model with its settings on this machine."""
+    context = backend.context
+    text = f"{compute_probe_key(context)} {context.settings!r} {type(backend).__name__}"
+    return get_cache_directory("probed") / f"{kind}-{blake3(text.encode()).hexdigest()[:32]}"
 
 
 def open_projector(

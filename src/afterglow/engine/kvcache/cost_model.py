@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from typing import Any
 
 NEW_SAMPLE_WEIGHT = 0.2  # weight of a new measurement in a running average
 MIN_MEASURED_BYTES = 256 * 1024  # smaller transfers measure only the overhead of a call
@@ -63,6 +64,30 @@ class CostModel:
         if nbytes >= MIN_MEASURED_BYTES:
             self._disk.add(seconds / nbytes)
 
+    def to_dict(self) -> dict[str, object]:
+        """Return the measured costs of prefill and transfers, to be stored for the next engine of the model."""
+        costs: dict[str, object] = {"prefill": self.prefill_costs.to_dict()}
+        if len(self._transfer):
+            costs["transfer"] = self._transfer.seconds
+        if self._has_entry_size:
+            costs["bytes_per_entry"] = self.bytes_per_entry
+        if self._disk.is_measured:
+            costs["disk"] = self._disk.value
+        return costs
+
+    def add_stored(self, costs: dict[str, Any]) -> None:
+        """Add the result of `to_dict` of an earlier engine. The first measurement of each cost replaces it."""
+        for size, seconds in costs["prefill"].items():
+            self.prefill_costs.add_stored(int(size), float(seconds))
+        if len(self.prefill_costs):
+            self.latest_seconds_per_entry = self.seconds_per_entry
+        if "transfer" in costs:
+            self._transfer.add_stored(float(costs["transfer"]))
+        if "bytes_per_entry" in costs:
+            self.bytes_per_entry, self._has_entry_size = float(costs["bytes_per_entry"]), True
+        if "disk" in costs:
+            self._disk.value = float(costs["disk"])
+
     @property
     def seconds_per_row(self) -> float:
         """Seconds of a decode of one row, which reads all weights."""
@@ -89,9 +114,18 @@ class RecentTimings:
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=self.MAX_SAMPLES)
+        self._is_stored = False  # the only sample is of an earlier engine
 
     def add(self, seconds: float) -> None:
+        if self._is_stored:
+            self._samples.clear()
+            self._is_stored = False
         self._samples.append(seconds)
+
+    def add_stored(self, seconds: float) -> None:
+        """Add the duration that an earlier engine measured. The first measurement replaces it."""
+        self.add(seconds)
+        self._is_stored = True
 
     def list_samples(self) -> list[float]:
         """Return the latest measurements, oldest first."""
@@ -118,12 +152,12 @@ class RunningAverage:
 
     def __init__(self, initial: float) -> None:
         self.value = initial
-        self._is_measured = False
+        self.is_measured = False
 
     def add(self, measured: float) -> None:
-        weight = NEW_SAMPLE_WEIGHT if self._is_measured else 1.0
+        weight = NEW_SAMPLE_WEIGHT if self.is_measured else 1.0
         self.value += weight * (measured - self.value)
-        self._is_measured = True
+        self.is_measured = True
 
 
 class PrefillCosts:
@@ -146,6 +180,17 @@ class PrefillCosts:
     def record(self, entries: int, seconds: float) -> None:
         """Record a decode of this many prompt entries."""
         self._classes.setdefault(entries.bit_length(), RecentTimings()).add(max(seconds / entries, 1e-9))
+
+    def add_stored(self, size: int, seconds_per_entry: float) -> None:
+        """Add what an earlier engine measured for a class."""
+        self._classes.setdefault(size, RecentTimings()).add_stored(seconds_per_entry)
+
+    def to_dict(self) -> dict[str, float]:
+        """Return the seconds per entry by class."""
+        return {str(size): timings.seconds for size, timings in self._classes.items()}
+
+    def __len__(self) -> int:
+        return len(self._classes)
 
     @property
     def is_measured(self) -> bool:

@@ -609,13 +609,24 @@ class PrefixCache:
             kind=PLAN_KINDS[type(plan)],
             tier=self._find_source_tier(plan),
             reused_entries=plan.reuse_length,
-            seconds_saved=plan.reuse_length * self.cost_model.seconds_per_entry,
+            seconds_saved=plan.reuse_length * self.cost_model.seconds_per_entry - self._estimate_plan_seconds(plan),
             shared_entries=explanation.shared_entries,
             evicted_entries=explanation.evicted_entries,
             cause=explanation.cause,
             common_length=common_length,
             cached_entries=tuple(strip_labels(self._interner.to_portable_entries(following)).tolist()),
         )
+
+    def _estimate_plan_seconds(self, plan: PrefixPlan) -> float:
+        """Return the expected seconds to load what a plan reuses."""
+        match plan:
+            case LoadStored(stored_prefix, reuse_length, _, checkpoint):
+                seconds = self.store.estimate_load_seconds(stored_prefix, reuse_length)
+                return seconds + (self.store.estimate_checkpoint_seconds(checkpoint) if checkpoint else 0.0)
+            case Restore(checkpoint):
+                return self.store.estimate_checkpoint_seconds(checkpoint)
+            case Continue() | Fork() | Fresh():
+                return 0.0
 
     def _find_source_tier(self, plan: PrefixPlan) -> str:
         """Return the slowest tier that a plan reads: "device", "ram" or "disk"; "none" for a prefix miss."""

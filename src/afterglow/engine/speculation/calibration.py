@@ -1,4 +1,7 @@
-"""Calibration at load: measures decodes of several rows, so that draft lengths can be chosen from the first request."""
+"""Calibration at load: measures decodes, a prefill and a transfer, so that plans and draft lengths are right at once.
+
+The results are stored per model and settings, so that only the first load takes this time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from afterglow.engine.kvcache.cost_model import StepCosts
+from afterglow.engine.kvcache.cost_model import CostModel, StepCosts
 from afterglow.engine.types.backend import Backend, DecodeSpan
 from afterglow.engine.types.settings import MAX_DRAFT_TOKENS
 from afterglow.errors import AfterglowError
@@ -16,6 +19,8 @@ from afterglow.errors import AfterglowError
 # From the end of the first decode, which may have to read the weights from disk. Row counts that are not measured by
 # then are learned from speculative decodes.
 MAX_CALIBRATION_SECONDS = 0.25
+MAX_PREFILL_CALIBRATION_SECONDS = 0.05  # from the end of the first decode
+MIN_GROWTH = 4  # of a prefill over the one before it, for which it is measured
 DECODES_PER_ROW_COUNT = 4  # the first one warms up
 MAX_AGE_SECONDS = 7 * 86400.0  # of stored measurements
 ROW_COUNTS = (1, 2, 3, 5, 9, MAX_DRAFT_TOKENS + 1)
@@ -39,10 +44,30 @@ def recall_step_costs(path: Path, step_costs: StepCosts) -> bool:
 
 def store_step_costs(path: Path, step_costs: StepCosts) -> None:
     """Keep the measurements for the next load with the same settings."""
+    _write_json(path, step_costs.list_samples())
+
+
+def recall_costs(path: Path, cost_model: CostModel) -> bool:
+    """Add the costs of prefill and transfers of an earlier engine. Returns False if there are none, or too old ones."""
+    try:
+        if time.time() - path.stat().st_mtime > MAX_AGE_SECONDS:
+            return False
+        cost_model.add_stored(json.loads(path.read_text()))
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return False
+    return True
+
+
+def store_costs(path: Path, cost_model: CostModel) -> None:
+    """Keep the costs of prefill and transfers for the next load with the same settings."""
+    _write_json(path, cost_model.to_dict())
+
+
+def _write_json(path: Path, values: object) -> None:
     with contextlib.suppress(OSError):  # they are measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(step_costs.list_samples()))
+        temporary.write_text(json.dumps(values))
         temporary.replace(path)
 
 
@@ -66,6 +91,35 @@ def calibrate(backend: Backend, step_costs: StepCosts, max_seconds: float = MAX_
                     deadline = time.perf_counter() + max_seconds
                 elif time.perf_counter() > deadline:
                     return
+    except AfterglowError:
+        return  # calibration is optional
+    finally:
+        backend.clear(0)
+
+
+def calibrate_prefill(
+    backend: Backend, cost_model: CostModel, max_seconds: float = MAX_PREFILL_CALIBRATION_SECONDS
+) -> None:
+    """Time prefills of increasing length in the empty sequence 0, then the transfer of its state, and clear it."""
+    capabilities = backend.capabilities
+    largest = min(capabilities.batch_cells, capabilities.cells_per_sequence // 2)
+    rows, position, deadline = 1, 0, None
+    try:
+        while rows and position + rows <= capabilities.cells_per_sequence:
+            started = time.perf_counter()
+            backend.decode([DecodeSpan(0, [0] * rows, position, 1)])
+            backend.get_logits(0, rows - 1)
+            ended = time.perf_counter()
+            position += rows
+            if deadline is None:  # the first decode prepares the later ones
+                deadline, rows = ended + max_seconds, min(2, largest)
+                continue
+            cost_model.record_prefill(rows, ended - started)
+            affordable = min(largest, int(rows * max(0.0, deadline - ended) / max(ended - started, 1e-9)))
+            rows = affordable if affordable >= MIN_GROWTH * rows else 0
+        started = time.perf_counter()
+        state = backend.save(0, "full")
+        cost_model.record_transfer(state.nbytes, time.perf_counter() - started, position)
     except AfterglowError:
         return  # calibration is optional
     finally:

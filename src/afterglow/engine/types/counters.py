@@ -63,14 +63,14 @@ class TierCounters:
     loaded_bytes: int = 0
     evictions: int = 0  # blocks and checkpoints
     rejected_saves: int = 0  # sequences not stored because there was no space
-    seconds_saved: float = 0.0
+    seconds_saved: float = 0.0  # at the present cost of computing; negative if loading took longer
 
     def record_hit(self, entries: int, nbytes: int, seconds_saved: float) -> None:
         """Count a prompt that was loaded from this tier."""
         self.hits += 1
         self.hit_entries += entries
         self.loaded_bytes += nbytes
-        self.seconds_saved += max(0.0, seconds_saved)
+        self.seconds_saved += seconds_saved
 
 
 @dataclass(slots=True)

@@ -134,7 +134,7 @@ class PlannedPrefix:
     kind: PlanKind
     tier: str  # slowest tier that the prefix comes from: "device", "ram", "disk", or "none" for a prefix miss
     reused_entries: int
-    seconds_saved: float  # estimated time to compute them
+    seconds_saved: float  # estimated time to compute them, less that to load them; negative if loading takes longer
     shared_entries: int  # this and the next two as in `Explanation`
     evicted_entries: int
     cause: str
