@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+import uvloop
 
 from afterglow.engine.host import child_main, process
 from afterglow.engine.host.pipe import MessageListener, MessagePipe, Outbox
@@ -221,3 +222,36 @@ def test_a_child_sends_events_itself_only_if_its_parent_has_a_core(pipes, monkey
     host._factory.put(child_main.pack("factory", FakeEngineFactory(backend)))
     assert host.run_engine()
     assert calls == expected
+
+
+@pytest.mark.parametrize("loop_ends_first", [False, True])
+def test_the_number_of_a_closed_pipe_can_be_used_by_another_connection(loop_ends_first: bool) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.sleep(0))  # opens what uvloop never closes
+    parent_socket, child_socket = socket.socketpair()
+    listener = MessageListener(MessagePipe(parent_socket), lambda *message: None)
+    before = len(os.listdir("/dev/fd"))
+
+    async def use_number_again() -> None:
+        loop = asyncio.get_running_loop()
+        listener.attach_event_loop(loop)
+        await asyncio.sleep(0)
+        if loop_ends_first:
+            return
+        number = parent_socket.fileno()
+        child_socket.close()  # the other end makes the pipe readable
+        parent_socket.close()
+        left, right = socket.socketpair()
+        assert left.fileno() == number
+        reader, writer = await asyncio.open_connection(sock=left)
+        right.sendall(b"hello")
+        assert await asyncio.wait_for(reader.readexactly(5), 30) == b"hello"
+        writer.close()
+        right.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in the server
+        runner.run(use_number_again())
+    parent_socket.close()
+    child_socket.close()
+    listener.release_closed_loops()
+    assert len(os.listdir("/dev/fd")) == before - 2, "no descriptor is left"

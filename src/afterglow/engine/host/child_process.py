@@ -82,6 +82,7 @@ class ChildProcess:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._outbox.join()
         self._socket.close()
+        self.listener.release_closed_loops()
         return describe_exit(self.process.returncode)
 
 

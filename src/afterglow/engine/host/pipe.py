@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pickle
 import queue
 import select
@@ -156,6 +157,9 @@ class MessageListener:
         self._pipe, self._on_message = pipe, on_message
         self._read_lock = threading.Lock()  # held while reading and passing messages on
         self._event_loop: asyncio.AbstractEventLoop | None = None
+        # Duplicates of the pipe that event loops watch. A loop must not watch the descriptor of the pipe itself: when
+        # that is closed, its number may become that of a client's connection before the loop has noticed.
+        self._watched: dict[int, asyncio.AbstractEventLoop] = {}
         self._has_read = False  # whether the event loop has read since the last `wait`
         self._errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
@@ -163,10 +167,16 @@ class MessageListener:
         """Read in this event loop from now on; None reads on the waiting thread. May be called from any thread."""
         self._event_loop = loop
         if loop is not None:
-            descriptor = self._pipe.fileno()
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(loop.add_reader, descriptor, self._on_readable, loop, descriptor)
+            with contextlib.suppress(OSError):  # the pipe is closed; the waiting thread notices
+                self._watch(loop, os.dup(self._pipe.fileno()))
+        self.release_closed_loops()
         self._errors.put(None)
+
+    def release_closed_loops(self) -> None:
+        """Close the descriptors of event loops that have ended. An open loop closes its own when the pipe ends."""
+        for descriptor, loop in list(self._watched.items()):
+            if loop.is_closed():
+                self._release(descriptor)
 
     def wait(self, seconds: float) -> bool:
         """Wait for messages and pass them on; return whether any arrived in time. Raises read errors."""
@@ -181,6 +191,15 @@ class MessageListener:
             raise error
         return False
 
+    def _watch(self, loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
+        self._watched[descriptor] = loop
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(loop.add_reader, descriptor, self._on_readable, loop, descriptor)
+
+    def _release(self, descriptor: int) -> None:
+        if self._watched.pop(descriptor, None) is not None:
+            os.close(descriptor)
+
     def _read(self) -> bool:
         """Pass on the available messages without blocking; return whether there were any."""
         with self._read_lock:
@@ -190,7 +209,7 @@ class MessageListener:
         return bool(messages)
 
     def _on_readable(self, loop: asyncio.AbstractEventLoop, descriptor: int) -> None:
-        """Read in the event loop. `descriptor` is passed in because the socket may already be closed."""
+        """Read in the event loop; stop watching if the pipe has ended or another loop reads."""
         try:
             if self._event_loop is loop:
                 self._has_read = self._read() or self._has_read
@@ -198,3 +217,4 @@ class MessageListener:
         except BaseException as error:  # raised again in `wait`
             self._errors.put(error)
         loop.remove_reader(descriptor)
+        self._release(descriptor)
