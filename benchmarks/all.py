@@ -27,6 +27,8 @@ BENCHMARKS = {
     "memory": (235, 60),
     "images": (30, 25),
     "priority": (60, 25),
+    "busy": (300, 75),
+    "token_path": (40, 15),
     "swap": (400, 60),
     "embeddings": (240, 40),
     "agents": (2470, 75),
