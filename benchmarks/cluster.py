@@ -71,6 +71,7 @@ def run_conversations(
     result, order = ArmResult(name), random.Random(seed)
     conversations: list[list[dict[str, str]]] = [[] for _ in range(CONVERSATIONS)]
     held = [0] * CONVERSATIONS  # tokens of each conversation that were computed once
+    shared = 0  # tokens that all conversations begin with
     for turn in range(TURNS):
         before_turn(turn)
         for number in order.sample(range(CONVERSATIONS), CONVERSATIONS):
@@ -82,7 +83,9 @@ def run_conversations(
                 conversations[number].pop()
                 continue
             usage, content = answer["usage"], answer["choices"][0]["message"]["content"]
-            computed = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            computed = usage["prompt_tokens"] - cached
+            shared = max(shared, 0 if turn else cached)
             result.computed += computed
             result.computed_by_turn[turn] += computed
             result.needed += usage["prompt_tokens"] - held[number]
@@ -90,6 +93,7 @@ def run_conversations(
             result.seconds_to_first_token.append(answer["seconds"])
             result.texts.append(content)
             conversations[number].append({"role": "assistant", "content": content})
+    result.needed -= shared * (CONVERSATIONS - 1)
     return result
 
 

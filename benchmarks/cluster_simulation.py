@@ -27,10 +27,10 @@ TURNS_PER_REPLICA = 60
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a replica and of the store. The defaults were measured: see benchmarks/LOG.md."""
+    """Costs of a replica and of the store. Those of a token were measured with SmolLM2: see benchmarks/LOG.md."""
 
-    seconds_per_token: float = 0.0045
-    bytes_per_token: float = 23_000.0
+    seconds_per_token: float = 0.0095
+    bytes_per_token: float = 23_052.0
     store_bytes_per_second: float = 110e6  # one gigabit per second for each replica
     store_latency_seconds: float = 0.02
     replica_tokens: int = 90_000  # that fit into the RAM cache of a replica: 2 GiB

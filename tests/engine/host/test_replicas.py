@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import Closed, EngineCrashed, InvalidArgument
 from support import engine_factories
 from support.hosts import build_spec, get_tokens, is_gone, read_error, read_events, skip_to_first_token, wait_until
-from support.play import prompt, request
+from support.play import fake, prompt, request
 
 native = pytest.mark.native
 
@@ -66,6 +67,14 @@ def test_a_replica_that_has_computed_nothing_is_expected_to_be_as_fast_as_the_ot
     assert choose_speeds([ReplicaReport(), ReplicaReport(speeds=fast)]) == fast
 
 
+def test_replicas_without_a_shared_tier_cannot_load_what_another_one_computed(tmp_path: Path) -> None:
+    alone, sharing = fake(), fake(settings=EngineSettings(disk_cache_directory=tmp_path / "prefix"))
+    reports = [remote_calls.get_replica_report(engine) for engine in (alone, sharing)]
+    loads = [report.speeds.load_seconds_per_entry for report in reports if report.speeds is not None]
+    assert loads[0] == math.inf > loads[1]
+    sharing.close()
+
+
 # --- processes
 
 
@@ -88,9 +97,12 @@ def shared_group(caches_of_our_own: None, tmp_path_factory: pytest.TempPathFacto
 def group(shared_group: ReplicaGroup) -> ReplicaGroup:
     """Two replicas with an empty cache. A test may kill them."""
     assert wait_until(lambda: all(host.is_ready for host in shared_group.hosts))
-    shared_group.call_each(cache.clear)
-    shared_group.forget_names()
-    assert wait_until(lambda: not any(map(count_blocks, shared_group.hosts)))
+
+    def clear() -> bool:  # again if a cancelled request of the test before was stored meanwhile
+        shared_group.call_each(cache.clear)
+        return not any(map(count_blocks, shared_group.hosts))
+
+    assert wait_until(clear)
     return shared_group
 
 
@@ -132,10 +144,10 @@ def test_a_busy_replica_stores_an_answer_before_it_is_idle(group: ReplicaGroup) 
 @native
 def test_turns_of_a_conversation_stay_on_one_replica(group: ReplicaGroup) -> None:
     before = merge_stats(group.call_each(remote_calls.get_engine_stats))
-    prompts = {seed: prompt(200, seed=seed) for seed in (1, 2)}
+    prompts = {seed: prompt(200, seed=seed) for seed in (101, 102)}
     first_turns = [group.submit(request(f"{seed}", entries)) for seed, entries in prompts.items()]
     assert all(isinstance(read_events(stream)[-1], Finished) for stream in first_turns)
-    for turn, seed in enumerate((2, 1, 1, 2)):  # one after the other: both replicas are idle
+    for turn, seed in enumerate((102, 101, 101, 102)):  # one after the other: both replicas are idle
         prompts[seed] += prompt(64, seed=10 + turn)
         run(group, request(f"{seed} {turn}", prompts[seed]))
     after = merge_stats(group.call_each(remote_calls.get_engine_stats))
@@ -159,7 +171,7 @@ def test_another_replica_serves_the_requests_of_one_that_is_killed(group: Replic
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGSTOP)  # it accepts requests and computes nothing
     computed = other.call(remote_calls.get_counters)["prompt_entries"]
-    prompts = [prompt(50, seed=n) for n in range(3)]
+    prompts = [prompt(50, seed=200 + n) for n in range(3)]
     waiting = [victim.submit(request(f"waiting {n}", prompts[n])) for n in range(3)]
     os.kill(victim.pid, signal.SIGKILL)
     answers = [get_tokens(read_events(stream)) for stream in waiting]

@@ -5,6 +5,7 @@ They are functions of a module, so that they can be pickled, and return plain va
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -225,11 +226,13 @@ def get_engine_stats(engine: Engine) -> EngineStats:
 def get_replica_report(engine: Engine) -> ReplicaReport:
     """Return the names of the blocks in RAM and the measured speeds, for the routing of requests to replicas."""
     store, cost_model = engine.prefix_cache.store, engine.prefix_cache.cost_model
-    seconds_per_byte = cost_model.seconds_per_byte + max(tier.seconds_per_byte for tier in store.tiers)
+    shared_tiers = store.tiers[1:]  # without one, replicas cannot load what another one computed
+    seconds_per_byte = max((tier.seconds_per_byte for tier in shared_tiers), default=math.inf)
+    bytes_per_entry = store.ram.bytes_per_entry or cost_model.bytes_per_entry
     speeds = ReplicaSpeeds(
         seconds_per_entry=cost_model.seconds_per_entry,
         seconds_per_step=cost_model.seconds_per_step,
-        load_seconds_per_entry=(store.ram.bytes_per_entry or cost_model.bytes_per_entry) * seconds_per_byte,
+        load_seconds_per_entry=bytes_per_entry * (cost_model.seconds_per_byte + seconds_per_byte),
     )
     return ReplicaReport(
         model=store.hasher.model,

@@ -265,12 +265,6 @@ class ReplicaGroup(Closeable):
 
     # --- reports
 
-    def forget_names(self) -> None:
-        """Forget what the replicas were sent, after their caches were cleared."""
-        for replica in self._replicas:
-            replica.routed.clear()
-            self._update_report(replica)
-
     def _run_reporter(self) -> None:
         """Ask the replicas for their reports, and replace those that have given up, until the group is closed."""
         updates: dict[int, Future[None]] = {}
