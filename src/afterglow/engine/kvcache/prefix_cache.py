@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from afterglow.engine.kvcache.blocks import StoredPrefix
 from afterglow.engine.kvcache.checkpoints import Checkpoint, choose_checkpoint_positions
 from afterglow.engine.kvcache.cost_model import CostModel
-from afterglow.engine.kvcache.eviction import estimate_eviction_cost
+from afterglow.engine.kvcache.eviction import choose_positions_to_drop, estimate_eviction_cost
 from afterglow.engine.kvcache.explain import EvictionHistory, Explanation, find_miss_cause
 from afterglow.engine.kvcache.placement import PAYBACK_DECODES, count_copied_entries, count_runs, plan_moves
 from afterglow.engine.kvcache.planner import (
@@ -447,10 +447,14 @@ class PrefixCache:
     def _is_worth_checkpoint(self, sequence: Sequence) -> bool:
         """Return whether a checkpoint at the end of a sequence costs less than what it is expected to save.
 
-        Without it, a repeat computes the entries after the checkpoint before it.
+        Without it, a repeat computes the entries after the checkpoint before it. It does not take the place of that
+        one, at which an edited prompt resumes.
         """
         path = self.checkpoints.find_on_path(sequence.entries, sequence.namespace)
-        start = next((checkpoint.position for checkpoint in path), 0)
+        positions = sorted(checkpoint.position for checkpoint in path)
+        start = positions[-1] if positions else 0
+        if start in choose_positions_to_drop([*positions, len(sequence)], self._checkpoint_settings.max_checkpoints):
+            return False
         recompute = max((len(sequence) - start) * self.cost_model.seconds_per_entry, self.cost_model.seconds_per_row)
         transfer = self._backend.get_state_size(sequence.seq_id, "partial") * self.cost_model.seconds_per_byte
         return estimate_eviction_cost(recompute, 0.0, transfer) < estimate_eviction_cost(recompute, 0.0)
