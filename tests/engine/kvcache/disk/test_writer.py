@@ -17,7 +17,7 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.inspect import cache, disk
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.kvcache.disk import writer as disk_writer
-from afterglow.engine.kvcache.disk.index import INDEX_FILE_NAME, open_index
+from afterglow.engine.kvcache.disk.index import INDEX_FILE_NAME, DiskIndex, open_index
 from afterglow.engine.kvcache.disk.writer import DiskWriter, FileRemoved
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
@@ -213,6 +213,23 @@ def test_a_directory_deleted_under_an_engine_is_written_again(make_engine, folde
     assert get_writer(engine).counters.io_errors == 0
     assert folder.stat().st_mode & 0o777 == 0o700
     assert ask_again(make_engine, kind, longer).cached >= len(longer) - 1
+
+
+def test_a_directory_deleted_while_its_index_is_opened_is_created_again(make_engine, folder, monkeypatch):
+    deleted: list[Path] = []
+
+    def open_index_of_deleted(directory: Path, **options: bool) -> DiskIndex:
+        if not deleted:
+            deleted.append(directory)
+            shutil.rmtree(directory)
+        return DiskIndex(directory, **options)
+
+    monkeypatch.setattr(disk_writer, "DiskIndex", open_index_of_deleted)
+    engine = make_engine()
+    start_conversation(engine)
+    assert deleted
+    assert get_writer(engine).counters.io_errors == 0
+    assert list_files(folder)
 
 
 def test_an_index_deleted_under_two_engines_is_one_index_again(make_engine, folder):

@@ -33,6 +33,7 @@ MAX_QUEUED_TASKS = 4096  # tasks hold keys, not data
 LISTING_TIMEOUT_SECONDS = 5.0  # how long the start waits for the list of files
 FLUSH_TIMEOUT_SECONDS = 10.0  # how long `flush` waits
 RETRY_AFTER_SECONDS = 60.0  # pause after an I/O error
+MAX_TASK_ATTEMPTS = 5  # while the folder is being deleted
 POLL_INTERVAL_SECONDS = 1.0  # for files that other processes wrote
 SHARED_POLL_INTERVAL_SECONDS = 0.1  # the same if they write them for this one: see `EngineSettings.write_through`
 EVICTION_BATCH_FILES = 16
@@ -207,19 +208,25 @@ class DiskWriter:
                 self._index.close()
 
     def _run_task(self, task: Callable[[], None]) -> None:
-        try:
-            task()
-        except Exception as error:
-            self.counters.io_errors += 1
-            if isinstance(error, sqlite3.Error) and self._index is not None and is_damage(error):
-                self._index.close()
-                self._index = None  # the next task opens it again, which rebuilds it
-            else:
-                self._failed_at = time.monotonic()
-            if isinstance(error, OSError | sqlite3.Error | InvalidArgument):
-                self._warn(f"failed: {error}")
-            else:  # a bug must not stop the thread silently
-                logger.exception("unexpected error in the disk cache")
+        """Run a task; again if the folder was deleted under it, since every task creates the folder."""
+        for attempt in range(MAX_TASK_ATTEMPTS):
+            try:
+                return task()
+            except Exception as error:
+                if self._folder.exists() or attempt == MAX_TASK_ATTEMPTS - 1:
+                    return self._record_error(error)
+
+    def _record_error(self, error: Exception) -> None:
+        self.counters.io_errors += 1
+        if isinstance(error, sqlite3.Error) and self._index is not None and is_damage(error):
+            self._index.close()
+            self._index = None  # the next task opens it again, which rebuilds it
+        else:
+            self._failed_at = time.monotonic()
+        if isinstance(error, OSError | sqlite3.Error | InvalidArgument):
+            self._warn(f"failed: {error}")
+        else:  # a bug must not stop the thread silently
+            logger.error("unexpected error in the disk cache", exc_info=error)
 
     def _warn(self, problem: str) -> None:
         if not self._warned:
