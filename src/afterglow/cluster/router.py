@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from afterglow.cluster.host import replica_lists
+from afterglow.cluster import host
 from afterglow.engine.host.child_main import unpack
 from afterglow.engine.host.routing import (
     ReplicaLoad,
@@ -60,7 +60,8 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         self._policy = policy
         self._turns = itertools.count()
         self._known: dict[ReplicaID, KnownReplica] = {}
-        replica_lists[self._deployment_id.name] = self.list_replicas
+        # Ray pickles this module by value, with copies of its globals; modules that it imports are not copied.
+        host.replica_lists[self._deployment_id.name] = self.list_replicas
 
     def list_replicas(self) -> list[str]:
         """Return the ids of the replicas that run now."""
