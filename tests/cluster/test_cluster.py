@@ -72,6 +72,7 @@ def test_the_api_works_on_a_cluster_and_leaves_no_process(url: str) -> None:
         ).status_code
         == 200
     )
+    client.close()
     from ray import serve
 
     serve.delete("default")
