@@ -99,14 +99,13 @@ def run_conversations(
 
 def build_client(url: str, model: str, max_tokens: int) -> Callable[[list[dict[str, str]]], dict[str, Any]]:
     """Return a function that sends a conversation, once more if the first attempt fails."""
-    client = httpx.Client(base_url=url, timeout=240)
 
     def ask(messages: list[dict[str, str]]) -> dict[str, Any]:
         body = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
         for _ in range(2):
             started = time.perf_counter()
             with contextlib.suppress(httpx.HTTPError, ValueError):
-                answer: dict[str, Any] = client.post("/v1/chat/completions", json=body).json()
+                answer: dict[str, Any] = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240).json()
                 if "usage" in answer:
                     return {**answer, "seconds": time.perf_counter() - started}
         return {}

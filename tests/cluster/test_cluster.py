@@ -13,7 +13,7 @@ from afterglow.testing import models
 from cluster import LIMITS, TURNS, ArmResult, list_replica_processes, run_arms, serve_application
 from support.server_process import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
 OPTIONS = {"context": 4096, "sequences": 4, "threads": 1, "ram_cache_bytes": 2**29}
 
 
@@ -72,6 +72,7 @@ def test_the_api_works_on_a_cluster_and_leaves_no_process(url: str) -> None:
         ).status_code
         == 200
     )
+    client.close()
     from ray import serve
 
     serve.delete("default")

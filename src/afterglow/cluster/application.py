@@ -86,8 +86,8 @@ def deployment(
         name: Name under which the model is served. None: `model`, or the name of its file.
         server: Settings of the server. `host` and `port` are those of Ray Serve's proxy instead.
         policy: How requests are routed: by `prefix`, or in turn (`round_robin`), for comparisons.
-        replica_options: Further options of the deployment of the replicas, e.g. `ray_actor_options` or
-            `autoscaling_config` and `num_replicas="auto"`.
+        replica_options: Further options of the deployment of the replicas, e.g. `autoscaling_config` and
+            `num_replicas="auto"`, or `ray_actor_options`. By default a replica needs `threads` CPUs, or one.
         options: Options of `afterglow.load` for each replica. `replicas` is their number, by default 2.
 
     Run it with `ray.serve.run(deployment("smollm2", replicas=2, shared_cache="/mnt/prefixes"))`.
@@ -111,6 +111,7 @@ def deployment(
             "max_ongoing_requests": MAX_ONGOING_REQUESTS,
             "request_router_config": router,
             "graceful_shutdown_timeout_s": 30,
+            "ray_actor_options": {"num_cpus": options.get("threads") or 1},
             **(replica_options or {}),
         },
     )
@@ -120,7 +121,12 @@ def deployment(
     def build_app() -> Any:  # Serve calls functions, and takes other callables for applications
         return build_ingress(model, served_name, settings, engine_options)
 
-    ingress = serve.deployment(serve.ingress(build_app)(), name="ingress", max_ongoing_requests=MAX_ONGOING_REQUESTS)
+    ingress = serve.deployment(
+        serve.ingress(build_app)(),
+        name="ingress",
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        ray_actor_options={"num_cpus": 0},  # it waits for replicas most of the time
+    )
     return ingress.bind(engine.bind(model, engine_options))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from afterglow.cluster.host import replica_lists
+from afterglow.cluster import host
 from afterglow.engine.host.child_main import unpack
 from afterglow.engine.host.routing import (
     ReplicaLoad,
@@ -17,7 +17,7 @@ from afterglow.engine.host.routing import (
     ReplicaSpeeds,
     RoutedNames,
     count_leading,
-    estimate_first_token_seconds,
+    rank_replicas,
 )
 
 
@@ -44,6 +44,7 @@ class KnownReplica:
             queued_entries=sum(self.running.values()),
             running=max(len(self.running), running),
             sequences=sequences,
+            stored_blocks=max(len(self.report.names), len(self.routed)),
             speeds=self.report.speeds or ReplicaSpeeds(),
         )
 
@@ -60,7 +61,8 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         self._policy = policy
         self._turns = itertools.count()
         self._known: dict[ReplicaID, KnownReplica] = {}
-        replica_lists[self._deployment_id.name] = self.list_replicas
+        # Ray pickles this module by value, with copies of its globals; modules that it imports are not copied.
+        host.replica_lists[self._deployment_id.name] = self.list_replicas
 
     def list_replicas(self) -> list[str]:
         """Return the ids of the replicas that run now."""
@@ -79,11 +81,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
             return [[replica] for replica in ordered[turn:] + ordered[:turn]]
         names, entries = arguments.get("names", ()), arguments.get("entries", 0)
         loads = {replica: self._build_load(replica, names) for replica in ordered}
-        shared = max((load.held_entries for load in loads.values()), default=0)
-        return [
-            [replica]
-            for replica in sorted(ordered, key=lambda one: estimate_first_token_seconds(loads[one], entries, shared))
-        ]
+        return [[replica] for replica in rank_replicas(loads, entries)]
 
     def _build_load(self, replica: RunningReplica, names: Sequence[bytes]) -> ReplicaLoad:
         known, stats = self._known.setdefault(replica.replica_id, KnownReplica()), replica.routing_stats

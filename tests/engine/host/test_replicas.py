@@ -62,6 +62,11 @@ def test_requests_spread_over_replicas_that_are_equal_otherwise() -> None:
     assert choose_replica(loads, 100) == "b"
 
 
+def test_of_equal_replicas_the_emptier_one_gets_a_new_conversation() -> None:
+    loads = {"a": ReplicaLoad(stored_blocks=10), "b": ReplicaLoad(stored_blocks=2)}
+    assert choose_replica(loads, 100) == "b"
+
+
 def test_a_replica_that_has_computed_nothing_is_expected_to_be_as_fast_as_the_others() -> None:
     fast = ReplicaSpeeds(seconds_per_entry=1e-5)
     assert choose_speeds([ReplicaReport(), ReplicaReport(speeds=fast)]) == fast

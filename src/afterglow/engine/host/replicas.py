@@ -172,6 +172,7 @@ class ReplicaGroup(Closeable):
             queued_entries=sum(count for id, count in list(replica.computed_entries.items()) if id in waiting),
             running=len(replica.computed_entries),
             sequences=self._sequences,
+            stored_blocks=max(len(replica.report.names), len(replica.routed)),
         )
 
     def _record(

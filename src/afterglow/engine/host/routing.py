@@ -54,6 +54,7 @@ class ReplicaLoad:
     queued_entries: int = 0  # to compute for other requests before their first token
     running: int = 0  # requests, with those that wait
     sequences: int = 1  # requests that can run at the same time
+    stored_blocks: int = 0  # blocks that it holds, of all prompts
     speeds: ReplicaSpeeds = ReplicaSpeeds()
 
 
@@ -81,15 +82,25 @@ def estimate_first_token_seconds(load: ReplicaLoad, prompt_entries: int, shared_
 
 
 def choose_replica(loads: Mapping[ReplicaT, ReplicaLoad], prompt_entries: int) -> ReplicaT:
-    """Return the replica with the earliest expected first token; of equal ones, the first.
+    """Return the replica with the earliest expected first token; of equal ones, that with the fewest blocks.
 
-    What one replica holds, the others can load.
+    What one replica holds, the others can load, if they share a tier.
 
     >>> choose_replica({"a": ReplicaLoad(), "b": ReplicaLoad(held_entries=64)}, 100)
     'b'
     """
-    shared = max(load.held_entries for load in loads.values())
-    return min(loads, key=lambda replica: estimate_first_token_seconds(loads[replica], prompt_entries, shared))
+    return rank_replicas(loads, prompt_entries)[0]
+
+
+def rank_replicas(loads: Mapping[ReplicaT, ReplicaLoad], prompt_entries: int) -> list[ReplicaT]:
+    """Return the replicas in the order of `choose_replica`."""
+    shared = max((load.held_entries for load in loads.values()), default=0)
+
+    def compute_rank(replica: ReplicaT) -> tuple[float, int]:
+        load = loads[replica]
+        return estimate_first_token_seconds(load, prompt_entries, shared), load.stored_blocks
+
+    return sorted(loads, key=compute_rank)
 
 
 def choose_speeds(reports: Iterable[ReplicaReport]) -> ReplicaSpeeds:
@@ -138,6 +149,9 @@ class RoutedNames:
     def __init__(self, limit: int = MAX_ROUTED_NAMES) -> None:
         self._limit = limit
         self._names: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
