@@ -44,7 +44,8 @@ def test_hardly_any_token_is_computed_twice(runner, letter):
     run = runner.run(WORKLOADS[letter](f"test {letter}", True))
     computed = sum(reply.computed_tokens for reply in run.replies)
     needed = sum(reply.needed_tokens for reply in run.replies)
-    assert needed <= computed <= 1.05 * needed
+    # The ideal cache computes the last token of a repeated prompt; with stored logits nothing is computed.
+    assert 0.99 * needed <= computed <= 1.05 * needed
     assert sum(reply.prompt_tokens for reply in run.replies) > computed or letter in "fg"  # there were prefix hits
     for reply in run.replies:
         assert reply.chunk_times

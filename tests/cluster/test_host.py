@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +38,12 @@ class LocalHandle:
         self.calls.append(arguments)
         replica = self.replicas[len(self.calls) % len(self.replicas)]
         limit, count = self.faults.pop(0) if self.faults else None, 0
-        async for events in replica.generate(content, **arguments):
-            if limit is not None and count >= limit:
-                raise ConnectionError("the replica died")
-            count += 1
-            yield events
+        async with contextlib.aclosing(replica.generate(content, **arguments)) as stream:
+            async for events in stream:
+                if limit is not None and count >= limit:
+                    raise ConnectionError("the replica died")
+                count += 1
+                yield events
 
     async def _call(self, content: bytes, *, replica: str | None) -> bytes:
         return await self.replicas[int(replica or 0)].call(content, replica=replica)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
-from afterglow.engine.host.child_main import pack, unpack
+from afterglow.engine.host.child_main import from_portable_event, pack, unpack
 from afterglow.engine.host.loop import call_with_sequence, describe_error, logger
 from afterglow.engine.host.process import Submission
 from afterglow.engine.host.routing import list_names
@@ -92,12 +92,12 @@ class RayHost(Closeable):
                         content, names=names, entries=len(submission.requests[0].entries)
                     )
                     async for packed in responses:
-                        events = unpack("events", packed)
+                        events = [from_portable_event(event) for event in unpack("events", packed)]
                         has_tokens = has_tokens or not all(isinstance(event, PrefillProgress) for event in events)
                         self._pending.deliver(events)
                     return
                 except Exception as failure:
-                    error = failure
+                    error = failure.with_traceback(None)  # its frames would hold the stream of the lost replica
                     if has_tokens:
                         break
             crash = EngineCrashed(f"replica was lost: {describe_error(error)}")

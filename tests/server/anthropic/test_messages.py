@@ -112,7 +112,7 @@ def test_max_tokens_zero_computes_the_prompt_only(client: anthropic.Anthropic) -
     message = create(client, text, max_tokens=0)
     assert (message.content, message.usage.output_tokens) == ([], 0)
     again = create(client, text)
-    assert again.usage.cache_read_input_tokens == count_prompt_tokens(again.usage) - 1
+    assert again.usage.cache_read_input_tokens == count_prompt_tokens(again.usage)
 
 
 def test_a_message_that_fills_the_context_says_so(client: anthropic.Anthropic) -> None:
@@ -149,7 +149,7 @@ def test_a_stream_of_the_client_is_the_same_message(client: anthropic.Anthropic)
     assert text == whole.content[0].model_dump()["text"] == CYCLE[:20]
     assert streamed.stop_reason == whole.stop_reason
     assert streamed.usage.output_tokens == 20
-    assert whole.usage.cache_read_input_tokens == count_prompt_tokens(streamed.usage) - 1
+    assert whole.usage.cache_read_input_tokens == count_prompt_tokens(streamed.usage)
 
 
 def test_the_asynchronous_client_streams_and_counts(server: ServerProcess) -> None:
@@ -326,7 +326,7 @@ def test_omitted_thinking_is_carried_by_its_signature(client: anthropic.Anthropi
     redacted_turn = send_back(client, [{"type": "redacted_thinking", "data": block["signature"]}, *text])
     counts = [count_prompt_tokens(turn.usage) for turn in (shown_turn, omitted_turn, redacted_turn)]
     assert counts == counts[:1] * 3
-    assert redacted_turn.usage.cache_read_input_tokens == counts[0] - 1
+    assert redacted_turn.usage.cache_read_input_tokens == counts[0]
 
 
 def test_streamed_thinking_ends_with_its_signature(server: ServerProcess) -> None:

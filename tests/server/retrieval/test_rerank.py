@@ -74,7 +74,7 @@ def test_both_clients_get_the_same_ranking(server: ServerProcess, model: str) ->
     assert [result["index"] for result in jina["results"]] == [index for index, _ in ranked[:2]]
     assert [result.document.text for result in old.results if result.document] == [DOCUMENTS[i] for i, _ in ranked]
     assert "document" not in jina["results"][0]
-    assert jina["usage"]["total_tokens"] >= jina["usage"]["computed_tokens"] > 0
+    assert jina["usage"]["total_tokens"] >= jina["usage"]["computed_tokens"] >= 0  # the same prompts came before
     assert new.meta is not None
     assert new.meta.tokens is not None
     assert new.meta.tokens.input_tokens == jina["usage"]["prompt_tokens"]
