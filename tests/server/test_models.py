@@ -655,4 +655,5 @@ def test_a_kill_of_the_engine_during_its_unload_loses_only_what_was_not_stored(t
         os.kill(pid, signal.SIGKILL)
         unload.result(60)
         assert waiting.result(60).complete("abc", max_tokens=3).text == "def"
-        assert (slot.state, model.restarts) == ("ready", 0)
+        assert slot.state == "ready"
+        assert model.restarts <= 1  # the kill may come before the unload reaches the engine

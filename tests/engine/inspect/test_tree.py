@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from afterglow.engine import slices
 from afterglow.engine.inspect import tree
 from afterglow.engine.inspect.cache import get_cache_events
 from afterglow.errors import Closed, UnsupportedOperation
@@ -109,7 +110,8 @@ def test_an_unchanged_version_builds_no_tree():
     assert read_tree(engine, since=version).version != version
 
 
-def test_the_tree_is_built_between_the_steps_of_a_busy_engine():
+def test_the_tree_is_built_between_the_steps_of_a_busy_engine(monkeypatch):
+    monkeypatch.setattr(slices, "STALLED_SECONDS", 0.0)  # decodes of the fake backend are too short to wait for
     engine = fake(sequences=4)
     for number in range(3):
         ask(engine, SYSTEM + prompt(20, 10 + number))
