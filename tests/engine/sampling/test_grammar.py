@@ -196,7 +196,7 @@ def test_a_request_can_be_cancelled_while_its_grammar_compiles(monkeypatch):
 
 @both_hosts
 def test_constrained_requests_submitted_together_start_together(host):
-    with host(FakeEngineFactory()) as engine:
+    with host(FakeEngineFactory(pause=0.02)) as engine:  # a prefill costs more than a copy of its result
         requests = [request(str(n), prompt(40), constraint=ABC, max_tokens=99, sampling=GREEDY) for n in range(3)]
         answers = [read_events(stream) for stream in engine.submit_together(requests)]
     assert len({tuple(get_tokens(answer)) for answer in answers}) == 1
