@@ -115,8 +115,8 @@ def test_a_docstring_example_is_true(example: doctest.DocTest, tmp_path: Path, m
     """An example that uses a name which is neither defined nor in `ExampleNames` fails."""
     used = get_used_names(example)
     failures = io.StringIO()
+    monkeypatch.chdir(tmp_path)  # examples may write files
     if "Path" in used:
-        monkeypatch.chdir(tmp_path)
         for name, model in FILES.items():
             shutil.copy(models.get_path(model), name)
     with ExitStack() as stack:
