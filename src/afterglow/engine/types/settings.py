@@ -66,8 +66,8 @@ class EngineSettings:
     disk_cache_bytes: int = 10 * 1024**3
     """Budget of the disk tier: all files in the directory, of all models."""
     shared_cache: str | None = None
-    """URL of an object store that engines on several machines share, or a directory. None: there is none. Whoever can
-    write to it is trusted, unless there is a key."""
+    """URL of an object store that engines on several machines share, or a directory. None: no store. Without a
+    key, every process that can write to it is trusted."""
     shared_cache_key_file: Path | None = None
     """File with the key, 64 hexadecimal digits, with which objects in the store are encrypted and authenticated."""
     write_through: bool = False
