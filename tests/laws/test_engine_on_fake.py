@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from afterglow.engine.types.request import Failed
 from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, KVCacheFull, PromptTooLong
 from afterglow.llama.sampling import Sampling
@@ -66,6 +67,44 @@ def test_c1_an_earlier_branch_is_still_cached(kind, kv_unified):
     answer = ask(engine, branch)
     assert answer.tokens == reference(lambda: fake(kind), branch)
     assert answer.cached == len(SYSTEM + QUESTION + first.tokens) - 1
+
+
+def test_tokens_sampled_together_are_those_of_a_request_alone(kind, kv_unified, monkeypatch):
+    requests = [
+        request(str(n), prompt(20 + n, n), max_tokens=12, sampling=Sampling(temperature=1.2, seed=n), ignore_eos=True)
+        for n in range(6)
+    ]
+    engine = fake(kind, kv_unified=kv_unified)
+    sample_rows, counts = engine.backend.sample_rows, []
+    monkeypatch.setattr(engine.backend, "sample_rows", lambda draws: counts.append(len(draws)) or sample_rows(draws))
+    answers = play(engine, *requests)
+    for req in requests:
+        alone = play(fake(kind), req)
+        assert answers[req.id].tokens == alone[req.id].tokens
+    assert max(counts) >= 4
+
+
+def test_an_error_while_sampling_together_ends_one_request_only(kind, kv_unified):
+    requests = [request(str(n), prompt(20, n), max_tokens=8, ignore_eos=True) for n in range(4)]
+    engine = fake(kind, kv_unified=kv_unified)
+    for req in requests:
+        engine.submit(req)
+    answers: dict[str, Answer] = {}
+    while not all(answers.get(req.id, Answer()).tokens for req in requests):
+        collect(answers, engine)
+
+    def fail(logits, allowed=None):
+        raise InvalidArgument("logits", "planted")
+
+    engine.running_jobs[2].job.sampler.sample_and_accept = fail
+    while engine.is_busy:
+        collect(answers, engine)
+        check(engine)
+    failed = [req for req in requests if isinstance(answers[req.id].end, Failed)]
+    assert len(failed) == 1
+    for req in requests:
+        if req not in failed:
+            assert answers[req.id].tokens == reference(lambda: fake(kind), req.entries, max_tokens=8, ignore_eos=True)
 
 
 def test_concurrency_changes_no_token(kind, kv_unified):

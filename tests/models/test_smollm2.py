@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -86,9 +87,39 @@ def test_c15_the_shortlist_samples_the_same_tokens(model: afterglow.Model, monke
         return tokens, sizes
 
     tokens, sizes = sample_all()
-    monkeypatch.setattr(sampler, "find_shortlist", lambda *_: None)
+    monkeypatch.setattr(sampler, "find_shortlists", lambda rows, _: [None] * len(rows))
     full_tokens, full_sizes = sample_all()
     assert tokens == full_tokens
     assert len(set(tokens)) > 50
     assert max(sizes) < min(full_sizes)
     assert sorted(sizes)[len(sizes) // 3] < 0.2 * min(full_sizes)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_c15_rows_sampled_together_give_the_tokens_of_rows_sampled_alone(
+    model: afterglow.Model, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    native = model._lifecycle.model
+    generator = np.random.default_rng(4)
+    options = [
+        {"temperature": 0}, {"temperature": 0}, {}, {}, {"top_k": 100}, {"top_k": 0}, {"mirostat": 2},
+        {"temperature": 0, "logit_bias": {7: 3.0}}, {"presence_penalty": 1.0}, {"temperature": 1.5, "top_p": 1.0},
+    ]  # fmt: skip
+    monkeypatch.setattr(sampler, "count_threads", lambda: threads)
+    monkeypatch.setattr(sampler, "MIN_LOGITS_PER_THREAD", native.vocabulary.size)
+    parts = []
+    run_parallel = sampler.run_parallel
+    monkeypatch.setattr(sampler, "run_parallel", lambda f, ranges: parts.append(len(ranges)) or run_parallel(f, ranges))
+    with contextlib.ExitStack() as stack:
+        alone, together = (
+            [stack.enter_context(SamplerChain(native, Sampling(**{"seed": 5, **option}))) for option in options]
+            for _ in range(2)
+        )
+        for step in range(12):
+            logits = generator.normal(0, 4, (len(options) + 1, native.vocabulary.size)).astype(np.float32)
+            logits[3, :9] = logits[3].max()  # equal logits
+            if step % 3 == 0:
+                logits[4, 5:60] = np.nan
+            tokens = sampler.sample_rows([*together, None], logits)
+            assert tokens == [*map(SamplerChain.sample_and_accept, alone, logits), None]
+    assert parts == ([threads] * 12 if threads > 1 else [])

@@ -59,6 +59,7 @@ from afterglow.engine.verify import GetLogits, append_forced, drop_rejected, sam
 from afterglow.errors import AfterglowError, Cancelled, Closed, DecodeFailed, InvalidArgument, KVCacheFull
 
 MAX_DECODE_ATTEMPTS = 3
+MIN_JOBS_SAMPLED_TOGETHER = 4
 
 
 class Engine:
@@ -464,9 +465,10 @@ class Engine:
             forced -= sum([running.forced_entries for running in jobs])  # those that this decode computed
         rows, draft_tokens = self.counters.record_decode(spans, recomputed)
         self._wait_for_logits(spans)
+        first_tokens = self._sample_first_tokens(jobs, spans)
         for index, (running, span) in enumerate(zip(jobs, spans, strict=True)):
             if span.outputs:
-                tokens += self._sample_rows(running, index, len(span.entries) - span.outputs)
+                tokens += self._sample_rows(running, index, len(span.entries) - span.outputs, first_tokens.get(index))
             elif span.completes_entry:
                 job, length = running.job, len(running.sequence)
                 self._events.append(job.build_progress(length))
@@ -501,13 +503,34 @@ class Engine:
             self.counters.skipped_prefills += 1
             self._sample(running, running.pop_last_logits)
 
-    def _sample_rows(self, running: RunningJob, span: int, first_row: int) -> int:
+    def _sample_first_tokens(self, jobs: list[RunningJob], spans: list[DecodeSpan]) -> dict[int, int | AfterglowError]:
+        """Sample the first tokens of many jobs together: the backend uses several threads. Return them by span.
+
+        Jobs with a token constraint are sampled one after the other.
+        """
+        draws = [
+            (index, len(span.entries) - span.outputs, running.job.sampler)
+            for index, (running, span) in enumerate(zip(jobs, spans, strict=True))
+            if span.outputs
+            and running.job.token_constraint is None
+            and running.job.request.max_tokens != 0
+            and running.job.finish_cause is None
+        ]
+        if len(draws) < MIN_JOBS_SAMPLED_TOGETHER:
+            return {}
+        return dict(zip([span for span, _, _ in draws], self.backend.sample_rows(draws), strict=True))
+
+    def _sample_rows(
+        self, running: RunningJob, span: int, first_row: int, first_token: int | AfterglowError | None
+    ) -> int:
         """Sample after the last rows of a span. The logits after a prompt are kept for its repeats."""
         if not running.job.generated:
             self.prefix_cache.keep_prompt_end(running.sequence, self.backend.get_logits(span, first_row))
-        return self._sample(running, lambda index: self.backend.get_logits(span, first_row + index))
+        return self._sample(running, lambda index: self.backend.get_logits(span, first_row + index), first_token)
 
-    def _sample(self, running: RunningJob, get_logits: GetLogits) -> int:
+    def _sample(
+        self, running: RunningJob, get_logits: GetLogits, first_token: int | AfterglowError | None = None
+    ) -> int:
         """Sample the job's next tokens after its last known entry. Return how many there are."""
         job = running.job
         job.first_token_at = job.first_token_at or time.monotonic()
@@ -518,7 +541,7 @@ class Engine:
         failure: AfterglowError | None = None
         finish_cause: FinishCause | None = None
         try:
-            finish_cause = sample_and_verify(running, self.backend, get_logits, self._events)
+            finish_cause = sample_and_verify(running, self.backend, get_logits, self._events, first_token)
         except AfterglowError as error:
             failure = error
         if running.draft:

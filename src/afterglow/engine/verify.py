@@ -20,11 +20,16 @@ GetLogits: TypeAlias = Callable[[int], NDArray[np.float32]]
 
 
 def sample_and_verify(
-    running: RunningJob, backend: Backend, get_logits: GetLogits, events: list[EngineEvent]
+    running: RunningJob,
+    backend: Backend,
+    get_logits: GetLogits,
+    events: list[EngineEvent],
+    first_token: int | AfterglowError | None = None,
 ) -> FinishCause | None:
     """Sample after the last known entry and after each draft token behind it. Return the finish cause, if any.
 
-    `get_logits` returns the logits after the last known entry (0) and after the draft tokens (1 and on).
+    `get_logits` returns the logits after the last known entry (0) and after the draft tokens (1 and on). `first_token`
+    is the token after the last known entry, if it was sampled already.
 
     The sampled token is always the one that is output, so drafts save time and change no token. Sampling stops at the
     first token that differs from its draft: the rows after it were computed for another text.
@@ -32,13 +37,14 @@ def sample_and_verify(
     job = running.job
     request = job.request
     for index, draft_token in enumerate((*running.draft, None)):
-        logits = get_logits(index)
-        token = sample_token(running, logits)
+        token = sample_token(running, get_logits(index)) if index or first_token is None else first_token
+        if isinstance(token, AfterglowError):
+            raise token
         job.generated.append(token)
         if request.logprobs is None and not request.logprob_tokens:
             events.append(Token(request.id, token))
         else:
-            logprobs = log_softmax(logits)
+            logprobs = log_softmax(get_logits(index))
             chosen = tuple((other, float(logprobs[other])) for other in request.logprob_tokens)
             alternatives = find_top_logprobs(logprobs, request.logprobs or 0) + chosen
             events.append(Token(request.id, token, float(logprobs[token]), alternatives))

@@ -184,17 +184,25 @@ class LlamaContext(Handle):
 
     def get_logits(self, row: int) -> NDArray[np.float32]:
         """Return the logits after `row` of the last decode, as a view that the next decode overwrites."""
-        index = self._output_indices.get(row)
-        if index is None:
-            raise _build_missing_output_error(row)
-        if self._logits is None:  # read those of all outputs at once, to save native calls
+        view: NDArray[np.float32] = self.get_all_logits()[self.get_output_index(row)]
+        return view
+
+    def get_all_logits(self) -> NDArray[np.float32]:
+        """Return the logits after all rows with outputs, in the order of the rows, as a view like `get_logits`."""
+        if self._logits is None:  # read at once, to save native calls
             pointer = self._library.symbols.llama_get_logits(self.pointer)
             if pointer == self._library.ffi.NULL:
                 raise UnsupportedOperation("logits", "this context computes no logits")
             size = self.model.vocabulary.size
             self._logits = self._view_floats(pointer, len(self._output_indices) * size).reshape(-1, size)
-        view: NDArray[np.float32] = self._logits[index]
-        return view
+        return self._logits
+
+    def get_output_index(self, row: int) -> int:
+        """Return the index of `row` of the last decode in `get_all_logits`."""
+        index = self._output_indices.get(row)
+        if index is None:
+            raise _build_missing_output_error(row)
+        return index
 
     def get_embedding(self, *, row: int | None = None, sequence: int | None = None) -> NDArray[np.float32]:
         """Return a copy of the embedding of a row, or of a whole sequence if this context pools."""

@@ -1,4 +1,4 @@
-"""Runs copies of large buffers on several threads. NumPy, file reads and checksums release the GIL."""
+"""Runs work on large buffers on several threads. NumPy, file reads and checksums release the GIL."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from functools import cache
 from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
-MAX_THREADS = 4  # more do not copy faster: they share the memory bus
+MAX_THREADS = 8  # more are hardly faster: they share the memory bus
 
 
 @cache
-def get_copy_threads() -> ThreadPoolExecutor:
-    """Return the threads of this process for copies of buffers."""
+def count_threads() -> int:
+    """Return the number of threads of this process for work on buffers."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ThreadPoolExecutor(min(MAX_THREADS, cores), thread_name_prefix="afterglow-copy")
+    return min(MAX_THREADS, cores)
+
+
+@cache
+def get_buffer_threads() -> ThreadPoolExecutor:
+    """Return the threads of this process for work on buffers."""
+    return ThreadPoolExecutor(count_threads(), thread_name_prefix="afterglow-buffer")
 
 
 def run_parallel(function: Callable[..., ResultT], arguments: Iterable[tuple[object, ...]]) -> list[ResultT]:
@@ -25,4 +31,4 @@ def run_parallel(function: Callable[..., ResultT], arguments: Iterable[tuple[obj
     >>> run_parallel(max, [(1, 2), (4, 3)])
     [2, 4]
     """
-    return list(get_copy_threads().map(lambda values: function(*values), arguments))
+    return list(get_buffer_threads().map(lambda values: function(*values), arguments))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,13 @@ from afterglow.errors import InvalidArgument, UnsupportedOption
 from afterglow.llama.handle import Handle
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import LlamaModel
+from afterglow.llama.parallel import count_threads, run_parallel
 from afterglow.llama.sampling import Sampling
 
 CANDIDATE_DTYPE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 MIN_SHORTLIST_CANDIDATES = 8192  # with fewer candidates, the native chain is faster than building a shortlist
-SHORTLIST_COLUMN_DEPTH = 64  # logits per column in `find_shortlist`
+SHORTLIST_COLUMN_DEPTH = 64  # logits per column in `find_shortlists`
+MIN_LOGITS_PER_THREAD = 500_000  # fewer take less time than the start of a thread's work
 
 
 class SamplerChain(Handle):
@@ -54,6 +58,13 @@ class SamplerChain(Handle):
         self._candidates: NDArray[np.void] | None = None  # the candidates of the last draw, a view of the buffer
         self._candidate_array = ffi.new("llama_token_data_array *")
 
+    @property
+    def row_mode(self) -> int | None:
+        """What `sample_rows` has to compute of all logits: 0 the argmax, a number that many of the largest, or None."""
+        if self._is_argmax:
+            return None if self._bias_values.size else 0
+        return self.sampling.top_k if self._uses_shortlist else None
+
     def sample_and_accept(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
         """Sample a token and accept it."""
         token = self.sample(logits, allowed)
@@ -68,11 +79,10 @@ class SamplerChain(Handle):
         if self._is_argmax:
             assert self.pointer
             return self._find_argmax(logits, allowed)
-        self._fill_candidates(logits, allowed)
-        get_library().symbols.llama_sampler_apply(self.pointer, self._candidate_array)
-        selected = self._candidate_array.selected
-        assert 0 <= selected < self._candidate_array.size, "the last sampler of a chain always selects a token"
-        return int(self._candidate_array.data[selected].id)
+        values = logits if allowed is None else logits[allowed]
+        if self._uses_shortlist and (indices := find_shortlists(values[None], self.sampling.top_k)[0]) is not None:
+            allowed, values = indices if allowed is None else allowed[indices], values[indices]
+        return self._draw(allowed, values)
 
     def _find_argmax(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> int:
         """Return the first token with the largest logit."""
@@ -104,46 +114,89 @@ class SamplerChain(Handle):
         clone.seed = self.seed
         return clone
 
-    def _fill_candidates(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None) -> None:
-        """Fill the candidate array with the allowed tokens.
+    def _draw(self, tokens: NDArray[np.intp] | None, values: NDArray[np.float32]) -> int:
+        """Apply the native chain to the logits of these tokens, by default of all.
 
         Tokens that are not allowed are left out: with -inf instead, mirostat would compute with infinities.
         """
-        values = logits if allowed is None else logits[allowed]
-        if self._uses_shortlist and (indices := find_shortlist(values, self.sampling.top_k)) is not None:
-            allowed, values = indices if allowed is None else allowed[indices], values[indices]
         if self._candidate_buffer is None:
-            self._candidate_buffer = np.zeros(len(logits), dtype=CANDIDATE_DTYPE)
+            self._candidate_buffer = np.zeros(self._logits_shape, dtype=CANDIDATE_DTYPE)
         self._candidates = self._candidate_buffer[: len(values)]
-        self._candidates["id"] = np.arange(len(values), dtype=np.int32) if allowed is None else allowed
+        self._candidates["id"] = np.arange(len(values), dtype=np.int32) if tokens is None else tokens
         self._candidates["logit"] = values
+        array = self._candidate_array
         # Set at every draw, because a sampler may have changed the pointer.
-        self._candidate_array.data = get_library().ffi.from_buffer("llama_token_data *", self._candidate_buffer)
-        self._candidate_array.size = len(values)
-        self._candidate_array.selected = -1
-        self._candidate_array.sorted = False
+        array.data = get_library().ffi.from_buffer("llama_token_data *", self._candidate_buffer)
+        array.size, array.selected, array.sorted = len(values), -1, False
+        get_library().symbols.llama_sampler_apply(self.pointer, array)
+        selected = array.selected
+        assert 0 <= selected < array.size, "the last sampler of a chain always selects a token"
+        return int(array.data[selected].id)
 
 
-def find_shortlist(logits: NDArray[np.float32], count: int) -> NDArray[np.intp] | None:
-    """Return indices that include those of the `count` largest logits; None if a shortlist would not save time.
+def sample_rows(chains: Sequence[SamplerChain | None], logits: NDArray[np.float32]) -> list[int | None]:
+    """Sample and accept a token with each chain from its row of `logits`. Rows without a chain are skipped.
 
-    The logits are divided into columns of 64. A column whose maximum is not among the `count` largest column maxima
-    contains none of the `count` largest logits. For 128,000 logits this takes a quarter of the time that the native
-    chain would take, for every sampled token.
+    The tokens are those of `sample_and_accept`. The work that grows with the vocabulary runs on several threads, for
+    many rows in one call of NumPy each.
 
-    >>> indices = find_shortlist(np.arange(10_000, dtype=np.float32), 2)
-    >>> len(indices), indices[-2:]
-    (144, array([9998, 9999]))
+    >>> sample_rows([chain, None], context.get_all_logits())
+    [40, None]
     """
-    width = len(logits) // SHORTLIST_COLUMN_DEPTH
-    if len(logits) < MIN_SHORTLIST_CANDIDATES or count > width:
-        return None
-    maxima = logits[: SHORTLIST_COLUMN_DEPTH * width].reshape(SHORTLIST_COLUMN_DEPTH, width).max(axis=0)
-    columns = np.flatnonzero(maxima >= np.partition(maxima, width - count)[width - count])
-    if len(columns) < count:  # some are NaN
-        return None
-    indices = (columns + width * np.arange(SHORTLIST_COLUMN_DEPTH)[:, None]).ravel()
-    return np.concatenate([indices, np.arange(SHORTLIST_COLUMN_DEPTH * width, len(logits))])
+    modes = [None if chain is None else chain.row_mode for chain in chains]
+    parts = max(1, min(count_threads(), logits.size // MIN_LOGITS_PER_THREAD))
+    bounds = [len(chains) * part // parts for part in range(parts + 1)]
+    ranges = [(modes[start:stop], logits[start:stop]) for start, stop in itertools.pairwise(bounds)]
+    results = [_reduce_rows(*ranges[0])] if parts == 1 else run_parallel(_reduce_rows, ranges)
+    tokens: list[int | None] = []
+    for chain, row, result in zip(chains, logits, itertools.chain.from_iterable(results), strict=True):
+        if chain is None or isinstance(result, int):
+            tokens.append(result if isinstance(result, int) else None)
+        elif result is None:
+            tokens.append(chain.sample_and_accept(row))
+        else:
+            tokens.append(token := chain._draw(result, row[result]))
+            chain.accept(token)
+    return tokens
+
+
+def _reduce_rows(modes: Sequence[int | None], logits: NDArray[np.float32]) -> list[int | NDArray[np.intp] | None]:
+    """Return for each row its argmax (mode 0), a shortlist of `mode` tokens or more, or None (mode None)."""
+    results: list[int | NDArray[np.intp] | None] = [None] * len(modes)
+    start = 0
+    for stop in range(1, len(modes) + 1):
+        if stop < len(modes) and modes[stop] == modes[start]:
+            continue
+        mode = modes[start]
+        if mode == 0:
+            results[start:stop] = logits[start:stop].argmax(axis=1).tolist()
+        elif mode is not None:
+            results[start:stop] = find_shortlists(logits[start:stop], mode)
+        start = stop
+    return results
+
+
+def find_shortlists(logits: NDArray[np.float32], count: int) -> list[NDArray[np.intp] | None]:
+    """Return for each row indices that include those of its `count` largest logits, in ascending order.
+
+    None for a row if a shortlist would not save time. A row is divided into columns of 64. At least `count` logits are
+    as large as the column maximum of rank `count`, so every larger set of logits contains the `count` largest.
+    For 128,000 logits this takes a fifth of the time of the native chain.
+
+    >>> find_shortlists(np.arange(10_000, dtype=np.float32)[None], 2)
+    [array([9998, 9999])]
+    """
+    rows, size = logits.shape
+    width = size // SHORTLIST_COLUMN_DEPTH
+    if size < MIN_SHORTLIST_CANDIDATES or count > width:
+        return [None] * rows
+    columns = logits[:, : SHORTLIST_COLUMN_DEPTH * width].reshape(rows, SHORTLIST_COLUMN_DEPTH, width)
+    thresholds = np.partition(columns.max(axis=1), width - count, axis=1)[:, width - count]
+    found = np.flatnonzero(logits >= thresholds[:, None])
+    bounds = np.searchsorted(found, size * np.arange(rows + 1)).tolist()
+    shortlists = [found[start:stop] - size * row for row, (start, stop) in enumerate(itertools.pairwise(bounds))]
+    # Fewer than `count`: some logits are NaN.
+    return [shortlist if len(shortlist) >= count else None for shortlist in shortlists]
 
 
 def _build_chain(model: LlamaModel, sampling: Sampling, seed: int) -> Any:

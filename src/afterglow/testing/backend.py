@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.types.adapters import AdapterSet, LoadedAdapter, build_adapter_key
-from afterglow.engine.types.backend import BackendState, Capabilities, DecodeSpan
+from afterglow.engine.types.backend import BackendState, Capabilities, DecodeSpan, Sampler
 from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.entries import EntryInterner, strip_label
 from afterglow.engine.types.media import MediaEncoder
-from afterglow.errors import Cancelled, InvalidArgument, InvalidState, KVCacheFull
+from afterglow.errors import AfterglowError, Cancelled, InvalidArgument, InvalidState, KVCacheFull
 from afterglow.llama.projector import MediaEmbedding
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.state import StateScope
@@ -414,6 +414,15 @@ class FakeBackend:
         self._kv_caches[sequence] = FakeKVCache()
 
     # --- sampling, interrupt, close
+
+    def sample_rows(self, draws: Sequence[tuple[int, int, Sampler]]) -> list[int | AfterglowError]:
+        tokens: list[int | AfterglowError] = []
+        for span, row, sampler in draws:
+            try:
+                tokens.append(sampler.sample_and_accept(self.get_logits(span, row)))
+            except AfterglowError as error:
+                tokens.append(error)
+        return tokens
 
     def create_sampler(self, sampling: Sampling) -> FakeSampler:
         return FakeSampler(sampling)

@@ -15,7 +15,7 @@ from afterglow.engine.types.backend import BackendCells, BackendState, Capabilit
 from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.entries import strip_label, strip_labels
 from afterglow.engine.types.media import MediaEncoder
-from afterglow.errors import InvalidState, UnsupportedOperation
+from afterglow.errors import AfterglowError, InvalidState, UnsupportedOperation
 from afterglow.llama import kv_layout as llama_layout
 from afterglow.llama import state as llama_state
 from afterglow.llama.batch import EmbeddingBatch
@@ -24,7 +24,7 @@ from afterglow.llama.kv_probe import confirm_memory_kind
 from afterglow.llama.library.devices import list_devices
 from afterglow.llama.lora import LoraAdapter
 from afterglow.llama.projector import MediaEmbedding, Projector
-from afterglow.llama.sampler import SamplerChain
+from afterglow.llama.sampler import SamplerChain, sample_rows
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.state import StateScope
 
@@ -155,6 +155,16 @@ class LlamaBackend:
 
     def get_logits(self, span: int, row: int) -> NDArray[np.float32]:
         return self.context.get_logits(self._first_rows[span] + row)
+
+    def sample_rows(self, draws: Sequence[tuple[int, int, Sampler]]) -> list[int | AfterglowError]:
+        logits = self.context.get_all_logits()
+        indices = [self.context.get_output_index(self._first_rows[span] + row) for span, row, _ in draws]
+        chains: list[SamplerChain | None] = [None] * len(logits)
+        for index, (_, _, sampler) in zip(indices, draws, strict=True):
+            assert isinstance(sampler, SamplerChain)
+            chains[index] = sampler
+        tokens = sample_rows(chains, logits)
+        return [token for index in indices if (token := tokens[index]) is not None]
 
     def create_sampler(self, sampling: Sampling) -> Sampler:
         return SamplerChain(self.context.model, replace(sampling, grammar=""))  # the engine enforces grammars

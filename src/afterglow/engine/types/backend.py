@@ -13,6 +13,7 @@ from afterglow.engine.types.adapters import AdapterSet, LoadedAdapter
 from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.entries import Entries
 from afterglow.engine.types.media import MediaEncoder
+from afterglow.errors import AfterglowError
 from afterglow.llama.projector import MediaEmbedding
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.state import StateScope
@@ -156,6 +157,12 @@ class Backend(Protocol):
 
     def get_logits(self, span: int, row: int) -> NDArray[np.float32]:
         """Return a view of the logits after a row of a span of the last decode."""
+
+    def sample_rows(self, draws: Sequence[tuple[int, int, Sampler]]) -> list[int | AfterglowError]:
+        """Sample and accept a token for each (span, row, sampler), like `sample_and_accept`, but faster for many.
+
+        If sampling fails, the error takes the place of the token.
+        """
 
     def create_sampler(self, sampling: Sampling) -> Sampler: ...
     def token_to_piece(self, token: int) -> bytes: ...
