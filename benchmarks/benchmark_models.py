@@ -18,7 +18,6 @@ import numpy as np
 from afterglow.paths import get_cache_directory
 from afterglow.testing.models import constructed, vocabulary
 from afterglow.testing.models.attention import Llama
-from afterglow.testing.models.decoder import CONTEXT_LENGTH_TOKENS
 from afterglow.testing.models.hybrid import MTPHead, Qwen35
 from afterglow.testing.models.writer import FloatArray, ModelWriter, draw_noise
 
@@ -39,6 +38,8 @@ SIZES = {
     "1b": ModelSize(2048, 20, 16, 4, 6144, 16),
     "8b": ModelSize(4096, 36, 32, 8, 14336, 32),
 }
+HEAD_SIZE = 128  # of attention; CUDA has flash attention for the head sizes of published models only
+CONTEXT_LENGTH_TOKENS = 131_072
 
 
 class QuantizedWriter(ModelWriter):
@@ -71,9 +72,9 @@ def get_attention_path(size: str, quantization: str, vocabulary_size: int = voca
     model = SIZES[size]
     decoder = Llama(
         embedding_length=model.embedding_length, layers=model.layers, heads=model.heads, kv_heads=model.kv_heads,
-        feed_forward_length=model.feed_forward_length,
+        feed_forward_length=model.feed_forward_length, head_size=HEAD_SIZE,
     )  # fmt: skip
-    name = f"attention-{size}-{quantization}-{vocabulary_size}"
+    name = f"attention-{size}-{quantization}-{vocabulary_size}-{HEAD_SIZE}"
     return get_cached_file(name, lambda file: _write(file, decoder, quantization, vocabulary_size))
 
 

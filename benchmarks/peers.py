@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import psutil
 
 REASONING_TOKENS = 12  # of each answer with reasoning
-ADDRESS = re.compile(r"at (http://\S+)\s")
+ADDRESS = re.compile(r"(?:at|listening on) (http://\S+)\s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +134,8 @@ class Peer:
         finally:
             connection.close()
 
-    def post(self, body: dict[str, Any]) -> http.client.HTTPConnection:
-        """Send a chat request with streaming."""
+    def post(self, body: dict[str, Any], path: str = "/v1/chat/completions") -> http.client.HTTPConnection:
+        """Send a request with streaming, by default a chat request."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=900)
         request = {
             "model": "model",
@@ -144,7 +144,7 @@ class Peer:
             "temperature": 0,
             **body,
         }
-        connection.request("POST", "/v1/chat/completions", json.dumps(request), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(request), {"Content-Type": "application/json"})
         return connection
 
     def chat(self, body: dict[str, Any]) -> Iterator[Chunk]:

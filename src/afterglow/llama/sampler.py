@@ -54,16 +54,13 @@ class SamplerChain(Handle):
         # Top-k comes first, so no sampler sees the candidates that it drops.
         first = symbols.llama_sampler_name(symbols.llama_sampler_chain_get(chain, 0))
         self._uses_shortlist = ffi.string(first) == b"top-k"
+        # What `sample_rows` computes of a row of logits: 0 the argmax, a number that many of the largest, or nothing.
+        self.row_mode: int | None = sampling.top_k if self._uses_shortlist else None
+        if self._is_argmax and not sampling.logit_bias:
+            self.row_mode = 0
         self._candidate_buffer: NDArray[np.void] | None = None  # allocated on first use: an argmax needs none
         self._candidates: NDArray[np.void] | None = None  # the candidates of the last draw, a view of the buffer
         self._candidate_array = ffi.new("llama_token_data_array *")
-
-    @property
-    def row_mode(self) -> int | None:
-        """What `sample_rows` has to compute of all logits: 0 the argmax, a number that many of the largest, or None."""
-        if self._is_argmax:
-            return None if self._bias_values.size else 0
-        return self.sampling.top_k if self._uses_shortlist else None
 
     def sample_and_accept(self, logits: NDArray[np.float32], allowed: NDArray[np.intp] | None = None) -> int:
         """Sample a token and accept it."""
