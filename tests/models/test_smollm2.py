@@ -87,7 +87,7 @@ def test_c15_the_shortlist_samples_the_same_tokens(model: afterglow.Model, monke
         return tokens, sizes
 
     tokens, sizes = sample_all()
-    monkeypatch.setattr(sampler, "find_shortlists", lambda rows, _: [None] * len(rows))
+    monkeypatch.setattr(sampler, "build_shortlists", lambda rows, _: [None] * len(rows))
     full_tokens, full_sizes = sample_all()
     assert tokens == full_tokens
     assert len(set(tokens)) > 50

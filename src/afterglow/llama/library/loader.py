@@ -5,6 +5,7 @@ llama.cpp promises no stable ABI and wrong structs crash, so the structs are mea
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -67,6 +68,8 @@ class Library:
         self.ffi: Any = ffi
         # If mtmd is a separate file, it needs llama, which needs ggml: opening mtmd loads the others from its folder.
         files = sorted(location.files, key=lambda path: (path != location.path, "mtmd" not in path.name, path.name))
+        if location.provider.package == providers.LIBRARY_ENV_VAR:
+            _share_cpp_runtime(self.ffi)
         with limit_spinning():
             self.symbols: Any = Symbols([_open_file(self.ffi, path) for path in files])
         self._check_abi()
@@ -152,6 +155,16 @@ def check_machine(location: providers.LibraryLocation) -> None:
     required = location.provider.min_glibc
     if name == "glibc" and tuple(int(part) for part in version.split(".")[:2]) < required:
         raise LibraryError(f"glibc {required[0]}.{required[1]} for {location.provider.package}", f"glibc {version}")
+
+
+def _share_cpp_runtime(ffi: Any) -> None:
+    """Open the C++ runtime for all libraries, as in a program that is linked with llama.cpp.
+
+    A CUDA backend with static CUDA libraries exports a C++ runtime of its own. Without this, llama.cpp would call
+    functions of both, and crash while it loads a model.
+    """
+    with contextlib.suppress(OSError):  # only Linux has this name
+        ffi.dlopen("libstdc++.so.6", ffi.RTLD_NOW | ffi.RTLD_GLOBAL)
 
 
 def _open_file(ffi: Any, path: Path) -> Any:
