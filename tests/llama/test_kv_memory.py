@@ -178,6 +178,23 @@ def test_c11_an_idle_window_can_be_resumed_after_others_recycled_its_cells(open_
     assert max_difference(decode_tokens(context, 0, [42], 200), expected) < LOGIT_TOLERANCE
 
 
+def test_c11_window_cells_that_a_decode_needs_are_not_recycled_by_its_last_rows(open_context):
+    """llama.cpp removes cells for all ubatches of a decode before it computes the first, in unified memory."""
+    exact = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": False}
+    context = open_context("window", kv_unified=True, cells=256, ubatch=16, batch=24, **exact)
+    tokens, others = random_tokens(54), random_tokens(46, seed=1)
+    decode_tokens(context, 1, tokens[:10])
+    decode_tokens(context, 0, others[:23])
+    decode_tokens(context, 1, tokens[10:20], 10)
+    decode_tokens(context, 0, others[23:], 23)
+    decode_tokens(context, 1, tokens[20:30], 20)
+    context.memory.remove(0)
+    decoded = decode_tokens(context, 1, tokens[30:], 30)
+    assert context.memory.get_position_range(1)[0] > 0, "no cell was recycled"
+    fresh = open_context("window", cells=256, sequences=1, ubatch=16, batch=16, **exact)
+    assert max_difference(decoded, decode_tokens(fresh, 0, tokens)) < LOGIT_TOLERANCE
+
+
 @pytest.mark.parametrize(("rows", "back", "possible"), [(4, 3, True), (4, 4, False), (1, 1, False), (8, 4, False)])
 def test_c11_a_hybrid_rollback_is_limited_by_the_last_decode_and_the_snapshots(open_context, rows, back, possible):
     """llama.cpp allows up to `recurrent_snapshots` regardless of the last decode, and is silently wrong."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class LlamaContext(Handle):
         """`owner` is a context of the same model that closes this one when it is closed."""
         self._library = get_library()
         self.model = model
-        self.settings = settings
+        self.settings = settings = _limit_batch(model, settings)
         pointer = _create_pointer(model, settings, mtp_target)
         symbols = self._library.symbols
         super().__init__("context", pointer, symbols.llama_free, parent=mtp_target or owner or model)
@@ -293,6 +294,18 @@ class LlamaContext(Handle):
 
     def _view_floats(self, pointer: Any, count: int) -> NDArray[np.float32]:
         return np.frombuffer(self._library.ffi.buffer(pointer, count * 4), dtype=np.float32)
+
+
+def _limit_batch(model: LlamaModel, settings: ContextSettings) -> ContextSettings:
+    """Return settings whose decodes have one ubatch, if the model has a sliding window.
+
+    llama.cpp finds the cells of all ubatches of a decode before it computes the first. It removes window cells that the
+    last ubatch does not need, although the first one may: in unified memory, logits were off by up to 2.
+    """
+    batch = min(settings.batch, max(settings.ubatch, settings.sequences))
+    if not model.info.sliding_window or settings.swa_full or batch == settings.batch:
+        return settings
+    return replace(settings, batch=batch)
 
 
 def _create_pointer(model: LlamaModel, settings: ContextSettings, mtp_target: LlamaContext | None) -> Any:
