@@ -36,7 +36,7 @@ def test_damaged_files_are_neither_exported_nor_imported(store_conversation, fol
     count = export_archive(folder, copy)
     with pytest.raises(InvalidArgument, match="already exists"):
         export_archive(folder, copy)
-    copy.write_bytes(copy.read_bytes().replace(b"afterglow segment", b"afterglow nothing", 1))
+    copy.write_bytes(copy.read_bytes().replace(b"afterglow block", b"afterglow other", 1))
     with pytest.raises(InvalidState):
         import_archive(tmp_path / "elsewhere", copy)
     victim = min((folder / model).glob("*.cells"))

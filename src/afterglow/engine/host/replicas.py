@@ -54,7 +54,7 @@ class Replica:
     reported_restarts: int = 0  # at the last report: what a process held in RAM is lost with it
     retry_at: float = 0.0  # when a host that has given up may be replaced
 
-    def count_held(self, names: Sequence[bytes]) -> int:
+    def count_cached(self, names: Sequence[bytes]) -> int:
         """Return how many leading blocks of a prompt the replica is expected to hold."""
         return max(count_leading(names, self.report.names), count_leading(names, self.routed))
 
@@ -168,7 +168,7 @@ class ReplicaGroup(Closeable):
         waiting = replica.host.list_waiting()
         return ReplicaLoad(
             speeds=choose_speeds(other.report for other in self._replicas),
-            held_entries=replica.count_held(names) * replica.report.block_size,
+            cached_entries=replica.count_cached(names) * replica.report.block_size,
             queued_entries=sum(count for id, count in list(replica.computed_entries.items()) if id in waiting),
             running=len(replica.computed_entries),
             sequences=self._sequences,
@@ -179,11 +179,11 @@ class ReplicaGroup(Closeable):
         self, replica: Replica, streams: Iterable[EventStream], entries: Sequence[int], names: Sequence[bytes]
     ) -> None:
         """Record the requests that a replica got, until they end."""
-        held = replica.count_held(names) * replica.report.block_size
+        cached = replica.count_cached(names) * replica.report.block_size
         replica.routed.add(names)
         for stream, count in zip(streams, entries, strict=True):
-            replica.computed_entries[stream.id] = max(1, count - held)
-            held = count  # choices of one prompt share its prefill
+            replica.computed_entries[stream.id] = max(1, count - cached)
+            cached = count  # choices of one prompt share its prefill
             stream.call_at_end(functools.partial(self._forget_request, stream.id))
 
     def _forget_request(self, id: str) -> None:

@@ -123,7 +123,7 @@ class DiskTier:
                         removed_entries += len(block.entries) if block.is_on_disk else 0
                         removed_bytes += block.file_bytes
                         self.forget(block)
-                        self._tree.remove_unheld(block)
+                        self._tree.remove_unreferenced(block)
                 case FileRemoved("state", key):
                     self._remove_checkpoint(key)
                 case FileRemoved("logits", key):
