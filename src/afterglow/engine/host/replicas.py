@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
+from afterglow.engine.host.base import EngineHost
 from afterglow.engine.host.loop import logger
 from afterglow.engine.host.process import EngineProcess, Submission
 from afterglow.engine.host.routing import (
@@ -31,7 +31,7 @@ from afterglow.engine.host.routing import (
     count_leading,
     list_names,
 )
-from afterglow.engine.host.stream import EventStream, build_failed_stream
+from afterglow.engine.host.stream import EventStream
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.request import Request
@@ -59,7 +59,7 @@ class Replica:
         return max(count_leading(names, self.report.names), count_leading(names, self.routed))
 
 
-class ReplicaGroup(Closeable):
+class ReplicaGroup(EngineHost):
     """Host of several engine processes of one model. It has the interface of `EngineProcess`.
 
     Sequences are numbered through: those of the first replica come first. `call` runs on the first replica that is
@@ -121,13 +121,6 @@ class ReplicaGroup(Closeable):
         return self.hosts[0].restart_factory
 
     # --- requests
-
-    def submit(self, request: Request) -> EventStream:
-        """Submit a request without blocking. An invalid request gets its error as its only event."""
-        try:
-            return self.submit_together([request])[0]
-        except InvalidArgument as error:
-            return build_failed_stream(request.id, error)
 
     def submit_together(self, requests: Sequence[Request]) -> list[EventStream]:
         """Submit several requests to one replica, so that a common prefix is prefilled once."""
