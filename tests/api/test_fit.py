@@ -111,6 +111,14 @@ def test_the_cache_is_quantized_only_if_32k_do_not_fit_otherwise() -> None:
     assert without.options["cache_type_v"] == "f16"
 
 
+def test_the_layers_on_gpus_fit_the_split_of_the_gpus() -> None:
+    both = plan("dense 70B", 64, 24, 24)
+    assert 24 * GIB < both.gpu_bytes <= 48 * GIB
+    assert plan("dense 70B", 64, 24, 24, split_mode="none").gpu_bytes <= 24 * GIB
+    uneven = plan("dense 70B", 64, 24, 24, tensor_split=(3.0, 1.0))
+    assert 0 < uneven.gpu_bytes * 3 / 4 <= 24 * GIB
+
+
 def test_experts_go_to_ram_before_whole_layers_do() -> None:
     fitted = plan("MoE 30B-A3B", 32, 10)
     assert fitted.options["gpu_layers"] == -1
