@@ -49,7 +49,7 @@ class SimulatedReplica:
     held: OrderedDict[str, int] = field(default_factory=OrderedDict)
     tokens: int = 0
 
-    def count_held(self, session: str, kind: str) -> int:
+    def count_cached(self, session: str, kind: str) -> int:
         return max(self.held.get(session, 0), self.held.get(kind, 0))
 
     def hold(self, name: str, tokens: int, limit: int) -> None:
@@ -109,7 +109,7 @@ def simulate(policy: str, count: int, costs: Costs, seed: int = 0, *, has_store:
         in_store = max(stored.get(session, 0), stored.get(kind, 0)) if has_store else 0
         chosen = choose(policy, replicas, idle_heap, turn_number, number, session, kind, tokens, in_store, now, costs)
         replica = replicas[chosen]
-        held = replica.count_held(session, kind)
+        held = replica.count_cached(session, kind)
         loadable = max(0, in_store - held)
         load_seconds = costs.store_latency_seconds + loadable * costs.speeds.load_seconds_per_entry
         if not loadable or load_seconds > loadable * costs.seconds_per_token:
@@ -161,7 +161,7 @@ def choose(
         replica = replicas[candidate]
         queued = max(0.0, replica.free_at - now) / costs.seconds_per_token
         load = ReplicaLoad(
-            held_entries=replica.count_held(session, kind),
+            cached_entries=replica.count_cached(session, kind),
             queued_entries=int(queued),
             sequences=64,
             speeds=costs.speeds,

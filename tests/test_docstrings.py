@@ -6,6 +6,7 @@ import ast
 import doctest
 import functools
 import importlib
+import inspect
 import io
 import pkgutil
 import shutil
@@ -103,7 +104,10 @@ def find_examples() -> Iterator[Any]:
             continue
         if module.name.endswith(PROGRAMS):
             continue
-        for test in doctest.DocTestFinder().find(importlib.import_module(module.name), module.name):
+        imported = importlib.import_module(module.name)
+        if ">>>" not in inspect.getsource(imported):
+            continue
+        for test in doctest.DocTestFinder().find(imported, module.name):
             is_public = test.name in PUBLIC_NAMES or test.name.rpartition(".")[0] in PUBLIC_NAMES
             if test.examples and not is_public and test.name not in SKETCHES:
                 is_native = NATIVE_NAMES & get_used_names(test)

@@ -152,10 +152,16 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path) for path in FILES}
 
 
-def imported_modules(tree: ast.Module) -> set[str]:
+@functools.cache
+def list_imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Import statements of a file, those inside blocks included."""
+    return [node for node in ast.walk(parse(path)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def imported_modules(path: Path) -> set[str]:
     """Modules of afterglow that a file imports, as dotted names below `afterglow`."""
     found = set()
-    for node in ast.walk(tree):
+    for node in list_imports(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "afterglow":
             base = node.module.removeprefix("afterglow").lstrip(".")
             for alias in node.names:
@@ -183,7 +189,7 @@ def find_upward_imports(path: Path) -> list[str]:
     if importer in ("__init__", *ORDERS):
         return []  # the public names come from everywhere
     problems = []
-    for imported in imported_modules(parse(path)):
+    for imported in imported_modules(path):
         for package, ranks in RANKS.items():
             own = unit_of(importer, package)
             other = None if imported in ORDERS else unit_of(imported, package)
@@ -201,9 +207,7 @@ def find_misplaced_imports(path: Path) -> list[str]:
     tree, problems = parse(path), []
     if module_name(path) in ("__init__", "agents"):
         return []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
+    for node in list_imports(path):
         where = f"{module_name(path)}, line {node.lineno}"
         if isinstance(node, ast.ImportFrom) and node.level:
             problems.append(f"{where}: relative import")

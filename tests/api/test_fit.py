@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import afterglow
-from afterglow.api.fit import MAX_CONTEXT, WANTED_CONTEXT, Companions, FitPlan, find_first, plan_fit
+from afterglow.api.fit import MAX_CONTEXT_TOKENS, WANTED_CONTEXT_TOKENS, Companions, FitPlan, find_first, plan_fit
 from afterglow.api.options import LoadOptions, check_options
 from afterglow.errors import OutOfMemory
 from afterglow.llama.gguf.footprint import ModelFacts
@@ -83,14 +83,14 @@ def test_more_memory_never_shortens_the_context_and_never_takes_precision_away(n
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_context_has_32k_tokens_whenever_they_fit_in_any_type(name: str) -> None:
-    wanted = min(WANTED_CONTEXT, FACTS[name].hyperparameters.trained_context)
+    wanted = min(WANTED_CONTEXT_TOKENS, FACTS[name].hyperparameters.trained_context)
     for ram in RAM_SIZES:
         fitted = try_plan(name, ram)
         smallest = try_plan(name, ram * 7 / 8 - 0.01, context=wanted, sequences=1, ram_cache_bytes=int(ram * GIB / 16))
         if smallest is not None:
             assert fitted is not None
             assert fitted.options["context"] >= wanted
-    assert plan(name, 512).options["context"] == min(MAX_CONTEXT, FACTS[name].hyperparameters.trained_context)
+    assert plan(name, 512).options["context"] == min(MAX_CONTEXT_TOKENS, FACTS[name].hyperparameters.trained_context)
 
 
 # --- preferences
@@ -100,15 +100,23 @@ def test_a_context_of_32k_comes_before_sequences_with_cells_of_their_own() -> No
     small, large = plan("dense 8B", 16), plan("dense 8B", 512)
     assert (small.options["sequences"], small.options["kv_unified"]) == (4, True)
     assert (large.options["sequences"], large.options["kv_unified"]) == (4, False)
-    assert small.options["context"] >= WANTED_CONTEXT
+    assert small.options["context"] >= WANTED_CONTEXT_TOKENS
 
 
 def test_the_cache_is_quantized_only_if_32k_do_not_fit_otherwise() -> None:
     assert plan("dense 14B", 16).options["cache_type_k"] == "q8_0"
     assert plan("dense 14B", 24).options["cache_type_k"] == "f16"
-    assert plan("dense 14B", 14, cache_type_k="f16", cache_type_v="f16").options["context"] < WANTED_CONTEXT
+    assert plan("dense 14B", 14, cache_type_k="f16", cache_type_v="f16").options["context"] < WANTED_CONTEXT_TOKENS
     without = plan("dense 14B", 14, flash_attention=False)  # quantized values need it
     assert without.options["cache_type_v"] == "f16"
+
+
+def test_the_layers_on_gpus_fit_the_split_of_the_gpus() -> None:
+    both = plan("dense 70B", 64, 24, 24)
+    assert 24 * GIB < both.gpu_bytes <= 48 * GIB
+    assert plan("dense 70B", 64, 24, 24, split_mode="none").gpu_bytes <= 24 * GIB
+    uneven = plan("dense 70B", 64, 24, 24, tensor_split=(3.0, 1.0))
+    assert 0 < uneven.gpu_bytes * 3 / 4 <= 24 * GIB
 
 
 def test_experts_go_to_ram_before_whole_layers_do() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from afterglow.chat.chat import ChatPlan
 from afterglow.chat.prompt import ChatPrompt
-from afterglow.chat.truncation import check_policy, compute_prompt_limit, fit_entries, fit_plan, group_turns
+from afterglow.chat.truncation import compute_prompt_limit, fit_entries, fit_plan, group_turns
 from afterglow.engine.types.entries import Media
-from afterglow.errors import InvalidArgument, PromptTooLong
+from afterglow.errors import PromptTooLong
 
 BOS = 1000
 
@@ -133,8 +133,3 @@ def test_media_are_dropped_whole() -> None:
     assert fitted == [BOS, *range(200)]
     assert truncation is not None
     assert truncation.dropped_tokens == 101
-
-
-def test_an_unknown_policy_is_an_error() -> None:
-    with pytest.raises(InvalidArgument, match="truncate_middle"):
-        check_policy("drop")

@@ -62,6 +62,7 @@ def test_an_unknown_environment_variable_is_an_error_with_a_suggestion(monkeypat
         ("split_mode = 'rows'", "split_mode` must be 'none', 'layer' or 'row', not 'rows'"),
         ("chat_template = 3", "chat_template` must be a path, not 3"),
         ("server = 3", "server` must be a valid dictionary"),
+        ("ram_cache_bytes = '3XB'", "ram_cache_bytes` must be a number of bytes, perhaps with a unit: 4GiB, not '3XB'"),
         ("[server]\nport = 'x'", "server.port` must be a valid integer, not 'x'"),
         ("[server]\nprot = 1", "server.prot` is not a setting; did you mean 'port'?"),
     ],
@@ -70,6 +71,13 @@ def test_an_error_in_the_file_names_the_file_the_key_and_what_is_valid(file, tex
     file.write_text(text)
     with pytest.raises(InvalidArgument, match=re.escape(f"`{file}: {message}")):
         load_settings()
+
+
+def test_an_error_names_the_wrong_value_once(file):
+    file.write_text("[server]\naliases = ['a', 'b=c']")
+    with pytest.raises(InvalidArgument) as caught:
+        load_settings()
+    assert str(caught.value).endswith("server.aliases` must be PATTERN=MODEL, not 'a'")
 
 
 @pytest.mark.parametrize(

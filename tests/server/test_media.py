@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
@@ -72,15 +71,6 @@ def test_media_for_a_text_model_get_400_with_their_path(server: ServerProcess) -
     for route in ("/apply-template", "/cache/explain"):
         response = server.post(route, {"model": "tiny", "messages": build_messages(build_image_part())})
         assert (response.status_code, response.json()["error"]["code"]) == (400, "unsupported_media")
-
-
-@pytest.mark.native
-def test_the_openai_client_raises_for_media_of_a_text_model(server: ServerProcess) -> None:
-    with pytest.raises(openai.BadRequestError, match="only text"):
-        server.client().chat.completions.create(model="tiny", messages=build_messages(build_image_part()))
-    part = {"type": "input_image", "image_url": DATA_URI, "detail": "auto"}
-    with pytest.raises(openai.BadRequestError, match="only text"):
-        server.client().responses.create(model="tiny", input=[{"role": "user", "content": [part]}])  # type: ignore[call-overload]
 
 
 @pytest.mark.native

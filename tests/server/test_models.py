@@ -211,7 +211,7 @@ def test_requests_share_one_load_and_block_no_engine_call(slow_models: type[Fake
         requests = [asyncio.ensure_future(state.get_model("fake")) for _ in range(2 * ENGINE_CALL_THREADS)]
         await asyncio.sleep(0)
         requests[0].cancel()  # a client that disconnects does not cancel the load for the others
-        result = await asyncio.wait_for(state.run_engine_call(lambda: 7), 30)
+        result = await asyncio.wait_for(state.run_engine_call("fake", lambda: 7), 30)
         assert state.models.get_slot("fake").state == "loading"
         slow_models.allowed.set()
         assert len({id(model) for model in await asyncio.gather(*requests[1:])}) == 1

@@ -1,13 +1,16 @@
-"""Helpers of the routes: merged streams."""
+"""Helpers of the routes: merged streams, calls to engines."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
 
-from afterglow.server.state import merge_streams
+from afterglow.server.models import ModelRegistry
+from afterglow.server.settings import ServerSettings
+from afterglow.server.state import ENGINE_CALL_THREADS, ServerState, merge_streams
 
 
 async def count_to(limit: int, error: Exception | None = None) -> AsyncIterator[int]:
@@ -30,3 +33,20 @@ def test_merged_streams_give_the_items_of_all() -> None:
         return [item async for item in merge_streams([count_to(3), count_to(2)])]
 
     assert sorted(asyncio.run(read())) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+
+
+def test_an_engine_that_does_not_answer_blocks_no_calls_to_other_models() -> None:
+    answers = threading.Event()
+
+    async def run(state: ServerState) -> int:
+        waiting = [
+            asyncio.ensure_future(state.run_engine_call("silent", answers.wait)) for _ in range(2 * ENGINE_CALL_THREADS)
+        ]
+        try:
+            return await asyncio.wait_for(state.run_engine_call("other", lambda: 7), 30)
+        finally:
+            answers.set()
+            await asyncio.gather(*waiting)
+
+    with ServerState(ModelRegistry({}), ServerSettings()) as state:
+        assert asyncio.run(run(state)) == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -52,6 +53,7 @@ def get_name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+@functools.cache
 def parse_page(page: Path) -> list[Token]:
     """Parse a page as CommonMark with tables."""
     return MarkdownIt("commonmark").enable("table").parse(page.read_text())
@@ -60,7 +62,7 @@ def parse_page(page: Path) -> list[Token]:
 def read_blocks(page: Path) -> list[Block]:
     """Return the code blocks of a page. An indented block has the language `indented`."""
     blocks, reason = [], ""
-    for token in parse_page(page):
+    for token in MarkdownIt("commonmark").disable("inline").parse(page.read_text()):
         if token.type in ("fence", "code_block"):
             language = token.info.strip() if token.type == "fence" else "indented"
             assert token.map is not None

@@ -162,11 +162,11 @@ def test_thoughts_are_folded(page: Page) -> None:
     stream = "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"])
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=stream))
     ask(page, "Think!")
-    thoughts = page.locator("ag-message details.thoughts").last
-    expect(thoughts.locator("summary")).to_have_text("Thoughts")
-    expect(thoughts.locator(".thought-text")).to_be_hidden()
-    thoughts.locator("summary").click()
-    expect(thoughts.locator(".thought-text")).to_have_text("First I think.")
+    reasoning = page.locator("ag-message details.reasoning").last
+    expect(reasoning.locator("summary")).to_have_text("Reasoning")
+    expect(reasoning.locator(".reasoning-text")).to_be_hidden()
+    reasoning.locator("summary").click()
+    expect(reasoning.locator(".reasoning-text")).to_have_text("First I think.")
     assert get_last_text(page) == "Then I answer."
 
 

@@ -202,14 +202,14 @@ class Run:
         assert self._policy is not None
         denied = [verdict for verdict in step.verdicts if verdict.decision != "allow"]
         allowed = [verdict for verdict in step.verdicts if verdict.decision == "allow"]
-        refusals = [(verdict, ToolResult(verdict.status, format_refusal(verdict))) for verdict in denied]
+        denials = [(verdict, ToolResult(verdict.status, format_denial(verdict))) for verdict in denied]
         for verdict in step.verdicts:
             yield Decided(verdict.call, verdict.decision, verdict.reason)
         self._write(
             *(("intent", {"call": asdict(verdict.call), "reason": verdict.reason}) for verdict in allowed),
-            *(("result", build_result(verdict.call, result, Spent())) for verdict, result in refusals),
+            *(("result", build_result(verdict.call, result, Spent())) for verdict, result in denials),
         )
-        for verdict, result in refusals:
+        for verdict, result in denials:
             yield Result(verdict.call, result.text, result.status)
         tasks = [asyncio.create_task(self._execute_one(verdict)) for verdict in allowed]
         self._running = {verdict.call.id for verdict in allowed}
@@ -628,7 +628,7 @@ def measure_response(response: ChatResponse, seconds: float) -> Spent:
     return Spent(rounds=1, computed=computed, generated=generated, seconds=seconds)
 
 
-def format_refusal(verdict: Verdict) -> str:
+def format_denial(verdict: Verdict) -> str:
     """Return the result of a call that is not executed."""
     return verdict.reason if verdict.status == "repeated" else f"error: {verdict.reason}"
 

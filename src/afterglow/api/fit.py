@@ -1,6 +1,6 @@
 """Chooses the options of a model that nobody set, so that it fits into the free memory. Pure: it loads nothing.
 
-Order of preference; a later wish never takes memory from an earlier one:
+Order of preference; a later preference never takes memory from an earlier one:
 
 1. A conversation of 32,768 tokens, or of the trained length if that is shorter, shared by four sequences.
 2. All layers on the GPU, if there is one: with an f16 KV cache, or else with q8_0. Then the experts of a
@@ -29,12 +29,12 @@ from afterglow.llama.model import ModelSettings
 from afterglow.llama.settings import ContextSettings
 
 MIB, GIB = 1024**2, 1024**3
-WANTED_CONTEXT = 32_768
-MAX_CONTEXT = 131_072
-MIN_CONTEXT = 1024
-UNKNOWN_TRAINED_CONTEXT = 4096
+WANTED_CONTEXT_TOKENS = 32_768
+MAX_CONTEXT_TOKENS = 131_072
+MIN_CONTEXT_TOKENS = 1024
+UNKNOWN_TRAINED_CONTEXT_TOKENS = 4096
 WANTED_SEQUENCES = 4
-CONTEXT_STEP = 1024
+CONTEXT_STEP_TOKENS = 1024
 GPU_BATCH_ROWS = 16_384  # large decodes, because a GPU is idle between two of them
 PROCESS_BYTES = 128 * MIB  # Python and libraries of an engine process; measured 76 to 104 MB
 MAX_RAM_RESERVE_BYTES = 2 * GIB  # for the system
@@ -182,7 +182,7 @@ class _Planner:
         self._min_ram_cache_bytes: int = self._given.get(
             "ram_cache_bytes", 0 if is_given else min(MAX_RAM_CACHE_BYTES, memory.ram_bytes // MIN_RAM_CACHE_SHARE)
         )
-        self.longest = min(facts.hyperparameters.trained_context or UNKNOWN_TRAINED_CONTEXT, MAX_CONTEXT)
+        self.longest = min(facts.hyperparameters.trained_context or UNKNOWN_TRAINED_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS)
 
     # --- search
 
@@ -203,10 +203,10 @@ class _Planner:
         if "context" in self._given:
             yield self._given["context"]
             return
-        shortest, context = min(self.longest, MIN_CONTEXT), min(self.longest, WANTED_CONTEXT)
+        shortest, context = min(self.longest, MIN_CONTEXT_TOKENS), min(self.longest, WANTED_CONTEXT_TOKENS)
         yield context
         while context > shortest:
-            context = max(shortest, (context - 1) // CONTEXT_STEP * CONTEXT_STEP)
+            context = max(shortest, (context - 1) // CONTEXT_STEP_TOKENS * CONTEXT_STEP_TOKENS)
             yield context
 
     def _place(self, candidate: Candidate) -> Candidate | None:
@@ -242,7 +242,10 @@ class _Planner:
         shortest = candidate.context
         if "context" in self._given or not self._is_unrestricted(candidate) or shortest >= self.longest:
             return candidate
-        lengths = [self.longest, *range((self.longest - 1) // CONTEXT_STEP * CONTEXT_STEP, shortest, -CONTEXT_STEP)]
+        lengths = [
+            self.longest,
+            *range((self.longest - 1) // CONTEXT_STEP_TOKENS * CONTEXT_STEP_TOKENS, shortest, -CONTEXT_STEP_TOKENS),
+        ]
         index = find_first(len(lengths), lambda n: self._fits_comfortably(self._change(candidate, context=lengths[n])))
         return candidate if index is None else self._change(candidate, context=lengths[index])
 
@@ -330,7 +333,10 @@ class _Planner:
 
     def build_error(self) -> OutOfMemory:
         """Return the error for a model that does not fit, with the nearest setting that fits."""
-        context, sequences = self._given.get("context", min(self.longest, MIN_CONTEXT)), self._given.get("sequences", 1)
+        context, sequences = (
+            self._given.get("context", min(self.longest, MIN_CONTEXT_TOKENS)),
+            self._given.get("sequences", 1),
+        )
         keys, values = self._list_types()[-1]
         smallest = Candidate(
             context=context, sequences=sequences, kv_unified=sequences > 1, cache_type_k=keys, cache_type_v=values
@@ -424,7 +430,7 @@ class _Planner:
             return f"given; {suffix}" if 0 < trained < context else "given"
         if context == trained:
             return "the trained length"
-        return f"the longest that is chosen; {suffix}" if context == MAX_CONTEXT else f"what fits; {suffix}"
+        return f"the longest that is chosen; {suffix}" if context == MAX_CONTEXT_TOKENS else f"what fits; {suffix}"
 
     def _describe_sequences(self, candidate: Candidate) -> tuple[str, str]:
         """Return the number of sequences with their layout, and the reason."""

@@ -89,7 +89,8 @@ from afterglow.chat.truncation import count_bos, fit_entries, fit_plan
 from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
-from afterglow.engine.host.lifecycle import EngineHost, Lifecycle, LoadState, ProcessLifecycle
+from afterglow.engine.host.base import EngineHost
+from afterglow.engine.host.lifecycle import Lifecycle, LoadState, ProcessLifecycle
 from afterglow.engine.host.merge import merge_contents, merge_forget_reports, merge_stats
 from afterglow.engine.host.remote_calls import AudioWindow, CacheContents, DecodedMediaInfo, EngineInfo, EngineStats
 from afterglow.engine.inspect import cache, difference, snapshots, tree

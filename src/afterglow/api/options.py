@@ -33,6 +33,8 @@ from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import CacheType, ContextSettings, RopeScaling
 
 BYTE_SIZE = pydantic.TypeAdapter(pydantic.ByteSize)
+BYTES_MESSAGE = "must be a number of bytes, perhaps with a unit: 4GiB"
+MESSAGES = {"path_type": "must be a path", "byte_size": BYTES_MESSAGE, "byte_size_unit": BYTES_MESSAGE}  # by error type
 MESSAGE_NOISE = re.compile(r"^Value error, |, (unable to parse|got a) .*")  # in messages of pydantic
 UNPLANNED_OPTIONS = {"context": 4096, "sequences": 4, "cache_type_k": "f16", "cache_type_v": "f16", "kv_unified": False}
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -728,13 +730,14 @@ def describe_errors(errors: Sequence[ErrorDetails], depth: int = 1, *, show_valu
     same = [error for error in errors if error["loc"][:depth] == errors[0]["loc"][:depth]]
     inner = max(same, key=lambda error: len(get_indices(error)))  # an item of a list, if one is invalid
     messages = [
-        "must be a path" if error["type"] == "path_type" else MESSAGE_NOISE.sub("", error["msg"])
+        MESSAGES.get(error["type"]) or MESSAGE_NOISE.sub("", error["msg"])
         for error in same
         if get_indices(error) == get_indices(inner)
     ]
     reasons = " or ".join(dict.fromkeys(messages)).replace("Input should", "must").replace("or must be", "or")
     place = "".join(f"[{index}] " for index in get_indices(inner))
-    value = f", not {textwrap.shorten(repr(inner['input']), 80)}" if show_value else ""
+    names_value = ", not " in reasons  # messages of our own name the wrong item
+    value = f", not {textwrap.shorten(repr(inner['input']), 80)}" if show_value and not names_value else ""
     return f"{place}{reasons}{value}"
 
 

@@ -32,7 +32,7 @@ class ControlTokenEscaper:
         patterns = [*sorted(heads), *(text for text in texts if text[:2] not in heads and len(text) > 1)]
         flags = re.IGNORECASE if self._ignores_case else 0
         self._pattern = re.compile("|".join(map(re.escape, patterns)) or r"(?!)", flags)
-        self._beginnings = {text[:end] for text in texts for end in range(1, len(text))}
+        self._prefixes = {text[:end] for text in texts for end in range(1, len(text))}
         self._endings = {text[start:] for text in texts for start in range(1, len(text))}
         self._longest = max(map(len, texts), default=0)
         self._joined = "\0".join(texts)
@@ -48,7 +48,7 @@ class ControlTokenEscaper:
         lengths = range(1, min(self._longest, len(content) + 1))
         folded = self._fold(content)
         before = any(folded[:length] in self._endings for length in lengths) or self._is_inside_token(content)
-        after = any(folded[len(folded) - length :] in self._beginnings for length in lengths)
+        after = any(folded[len(folded) - length :] in self._prefixes for length in lengths)
         if not before and not after:
             return text
         start = text.index(content)

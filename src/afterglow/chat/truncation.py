@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, get_args
+from typing import TypeVar
 
 from afterglow.chat.chat import ChatPlan
 from afterglow.chat.messages import MessageLike
@@ -16,14 +16,6 @@ from afterglow.llama.vocabulary import Vocabulary
 MessageT = TypeVar("MessageT", bound=MessageLike)
 MAX_RESERVED_TOKENS = 4096  # for a response without a limit: a quarter of the context, at most this
 SYSTEM_ROLES = ("system", "developer")
-
-
-def check_policy(policy: Any) -> TruncationPolicy:
-    """Return the overflow policy. Raises `InvalidArgument` for an unknown one."""
-    policies = get_args(TruncationPolicy)
-    if policy not in policies:
-        raise InvalidArgument("overflow", f"must be one of {', '.join(policies)}, not {policy!r}")
-    return policy  # type: ignore[no-any-return]
 
 
 def compute_prompt_limit(context: int, max_tokens: int | None) -> int:

@@ -14,7 +14,7 @@ from afterglow.cli.agent import StoreOption, escape_lines, get_store_path
 from afterglow.errors import InvalidArgument
 
 app = typer.Typer(help="List, show, verify and export the runs of agents.", no_args_is_help=True)
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, or its beginning.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, or a prefix of it.")]
 SHOWN_CHARACTERS = 2_000  # of a row
 
 
@@ -26,12 +26,12 @@ def open_store(path: Path | None) -> RunStore:
     return RunStore(file)
 
 
-def find_run(store: RunStore, beginning: str) -> str:
+def find_run(store: RunStore, prefix: str) -> str:
     """Return the id of the run that begins with a text."""
-    ids = [run.id for run in store.list_runs() if run.id.startswith(beginning)]
-    if len(ids) != 1 and beginning not in ids:
-        raise InvalidArgument("RUN", f"{beginning!r} is the beginning of {len(ids)} runs; `afterglow runs list`")
-    return beginning if beginning in ids else ids[0]
+    ids = [run.id for run in store.list_runs() if run.id.startswith(prefix)]
+    if len(ids) != 1 and prefix not in ids:
+        raise InvalidArgument("RUN", f"{prefix!r} is a prefix of {len(ids)} runs; `afterglow runs list`")
+    return prefix if prefix in ids else ids[0]
 
 
 @app.command("list")

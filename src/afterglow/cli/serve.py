@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from afterglow import registry
-from afterglow.api.fit import WANTED_CONTEXT, FitPlan
+from afterglow.api.fit import WANTED_CONTEXT_TOKENS, FitPlan
 from afterglow.api.load import apply_disk_cache, build_engine_settings, count_shared_bytes, load, plan_load
 from afterglow.api.model import Model
 from afterglow.api.options import LoadOptions, build_model_settings, get_fields
@@ -223,7 +223,8 @@ def plan_budget(
     """Choose the options of each model that are not set, within the memory of all models.
 
     Returns the plans, the bytes of each model by device, and the limits of all models. If the models fit together with
-    a context of `WANTED_CONTEXT` each, they share the memory. Otherwise each may use all of it, and they take turns.
+    a context of `WANTED_CONTEXT_TOKENS` each, they share the memory. Otherwise each may use all of it, and they take
+    turns.
     """
     gpus = list_gpus()
     limits = choose_limits(settings.server.memory_bytes, settings.server.gpu_memory_bytes, gpus)
@@ -245,7 +246,7 @@ def plan_budget(
     weights = {name: sum(file.stat().st_size for file in list_split_files(path)) for name, path in paths.items()}
     with contextlib.suppress(OutOfMemory):
         together = {name: plan(name, share) for name, share in divide_memory(memory, weights).items()}
-        wanted = {name: min(plans[name].options["context"], WANTED_CONTEXT) for name in models}
+        wanted = {name: min(plans[name].options["context"], WANTED_CONTEXT_TOKENS) for name in models}
         if all(together[name].options["context"] >= wanted[name] for name in models):
             plans = together
     for name in models:

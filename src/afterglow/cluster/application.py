@@ -16,8 +16,9 @@ from afterglow.api.options import LoadOptions, check_options
 from afterglow.cluster.host import RayHost
 from afterglow.cluster.replica import EngineReplica
 from afterglow.engine.host import remote_calls
+from afterglow.engine.host.base import EngineHost
 from afterglow.engine.host.build import EngineSpec
-from afterglow.engine.host.lifecycle import EngineHost, Lifecycle
+from afterglow.engine.host.lifecycle import Lifecycle
 from afterglow.engine.host.remote_calls import EngineInfo
 from afterglow.engine.types.counters import StoreReport
 from afterglow.llama.model import LlamaModel, ModelInfo, ModelSettings, ProgressCallback
@@ -56,7 +57,7 @@ class ClusterLifecycle(Lifecycle):
         infos: list[EngineInfo] = host.call_each(remote_calls.get_engine_info)
         self._info = replace(infos[0], sequences=sum(info.sequences for info in infos))
         self._model = self._model or self._load_warm(progress)
-        self._host = host  # type: ignore[assignment]  # it has the same methods
+        self._host = host
 
     def _restart(self, crashed: EngineHost) -> None: ...
 

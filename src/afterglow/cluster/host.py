@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -12,18 +11,18 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
+from afterglow.engine.host.base import EngineHost
 from afterglow.engine.host.child_main import from_portable_event, pack, unpack
-from afterglow.engine.host.loop import call_with_sequence, describe_error, logger
+from afterglow.engine.host.loop import describe_error, logger
 from afterglow.engine.host.process import Submission
 from afterglow.engine.host.routing import list_names
-from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream
+from afterglow.engine.host.stream import EventStream, PendingRequests
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.request import Failed, PrefillProgress, Request, Usage
-from afterglow.errors import Cancelled, Closed, EngineCrashed, InvalidArgument
+from afterglow.errors import Cancelled, Closed, EngineCrashed
 
 ResultT = TypeVar("ResultT")
 replica_lists: dict[str, Callable[[], list[str]]] = {}
@@ -31,11 +30,14 @@ replica_lists: dict[str, Callable[[], list[str]]] = {}
 MAX_ATTEMPTS = 3  # of a request that has no token yet, if its replica dies or is upgraded
 
 
-class RayHost(Closeable):
+class RayHost(EngineHost):
     """Submits requests to a Serve deployment of `EngineReplica`. It has the interface of `EngineProcess`.
 
     A request whose replica is lost before its first token is sent to another one; later it fails with `EngineCrashed`.
     """
+
+    # Ray replaces replicas; requests wait for one.
+    is_ready, has_given_up, restarts = True, False, 0
 
     def __init__(self, handle: Any, name: str) -> None:
         """`handle` and `name` are those of the deployment."""
@@ -48,19 +50,10 @@ class RayHost(Closeable):
         self._thread = threading.Thread(target=self._loop.run_forever, name="afterglow-ray", daemon=True)
         self._thread.start()
         self.store_report: StoreReport | None = None
-        self.restarts = 0
-        self.is_ready, self.has_given_up = True, False  # Ray replaces replicas; requests wait for one
         report = self.call(remote_calls.get_replica_report)
         self._model, self._block_size = report.model, report.block_size
 
     # --- requests
-
-    def submit(self, request: Request) -> EventStream:
-        """Submit a request without blocking. An invalid request gets its error as its only event."""
-        try:
-            return self.submit_together([request])[0]
-        except InvalidArgument as error:
-            return build_failed_stream(request.id, error)
 
     def submit_together(self, requests: Sequence[Request]) -> list[EventStream]:
         """Submit several requests to one replica, so that a common prefix is prefilled once."""
@@ -140,14 +133,6 @@ class RayHost(Closeable):
         if error is not None:
             raise error
         return value
-
-    def call_on_sequence(self, function: Callable[..., ResultT], sequence: int | None) -> tuple[ResultT, int]:
-        """Run a function on a sequence of any replica: on a cluster, sequences have no numbers of their own."""
-        return self.call(functools.partial(call_with_sequence, function=function, sequence=sequence)), 0
-
-    def select(self) -> RayHost:
-        """Return the host for calls that belong together."""
-        return self
 
     def attach_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Has no effect: events reach an event loop from the thread of this host."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -58,10 +57,6 @@ class EngineReplica:
         """Raise if the engine cannot be restarted: Ray then replaces the replica."""
         if self._host.has_given_up:
             raise RuntimeError("the engine could not be restarted")
-
-    async def get_pid(self) -> int:
-        """Return the id of this process."""
-        return os.getpid()
 
     def __del__(self) -> None:
         host = getattr(self, "_host", None)

@@ -38,9 +38,9 @@ class KnownReplica:
 
     def build_load(self, names: Sequence[bytes], running: int, sequences: int) -> ReplicaLoad:
         """Return what a prompt with these names would find. `running` are the requests that the replica reports."""
-        held = max(count_leading(names, self.report.names), count_leading(names, self.routed))
+        cached = max(count_leading(names, self.report.names), count_leading(names, self.routed))
         return ReplicaLoad(
-            held_entries=held * self.report.block_size,
+            cached_entries=cached * self.report.block_size,
             queued_entries=sum(self.running.values()),
             running=max(len(self.running), running),
             sequences=sequences,
@@ -94,8 +94,8 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         if names is None:
             return
         known = self._known.setdefault(replica_id, KnownReplica())
-        held = count_leading(names, known.routed) * known.report.block_size
-        known.running[pending_request.metadata.internal_request_id] = max(1, pending_request.kwargs["entries"] - held)
+        cached = count_leading(names, known.routed) * known.report.block_size
+        known.running[pending_request.metadata.internal_request_id] = max(1, pending_request.kwargs["entries"] - cached)
         known.routed.add(names)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:

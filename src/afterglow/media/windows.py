@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FRAME_SECONDS = 0.05  # resolution of a cut
-EARLIEST_CUT = 0.6  # share of a window
+EARLIEST_CUT_FRACTION = 0.6  # share of a window
 
 
 def split_at_silence(samples: NDArray[np.float32], sample_rate: int, window_seconds: float) -> list[tuple[int, int]]:
@@ -22,7 +22,7 @@ def split_at_silence(samples: NDArray[np.float32], sample_rate: int, window_seco
     size, frame = max(1, int(window_seconds * sample_rate)), max(1, int(FRAME_SECONDS * sample_rate))
     windows, start = [], 0
     while len(samples) - start > size:
-        first = start + max(1, int(EARLIEST_CUT * size))
+        first = start + max(1, int(EARLIEST_CUT_FRACTION * size))
         stop = start + size
         count = (stop - first) // frame
         if count:

@@ -91,7 +91,7 @@ def _add_model_routes(router: APIRouter, state: ServerState) -> None:
     @router.post("/models/unload", summary="Store the KV cache of a model on disk and unload it")
     async def unload_model(body: UnloadModelRequest) -> ChangedModelCard:
         slot = state.models.get_slot(body.model)
-        await state.run_engine_call(lambda: slot.unload(body.timeout))
+        await state.run_engine_call(slot.name, lambda: slot.unload(body.timeout))
         return ChangedModelCard(**build_model_card(slot).model_dump())
 
 
@@ -253,7 +253,7 @@ def hold_loaded_models(state: ServerState) -> Iterator[list[Model]]:
 
 async def collect_stats(state: ServerState, model: Model) -> dict[str, Any]:
     """Collect the statistics of one engine. They contain numbers only, no text of any request."""
-    engine_stats, queue = await state.run_engine_call(model.get_stats), state.get_admission_queue(model)
+    engine_stats, queue = await state.run_engine_call(model.name, model.get_stats), state.get_admission_queue(model)
     choices = {"in_flight": queue.in_flight, "waiting": queue.waiting}
     return {"restarts": model.restarts, "choices": choices, **asdict(engine_stats)}
 
@@ -272,7 +272,7 @@ def _add_cache_routes(router: APIRouter, state: ServerState) -> None:
         lora = build_lora(state.models, model, body.model, body.lora)
         with contextlib.ExitStack() as resources:
             prompt = await build_prompt_input(state, model, body, resources, salt)
-            return await state.run_engine_call(lambda: work(model, prompt, salt, lora))
+            return await state.run_engine_call(model.name, lambda: work(model, prompt, salt, lora))
 
     @router.post("/cache/explain", summary="Explain how much of a prompt is cached and why not more")
     async def explain(body: ExplainRequest, request: Request) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def _add_cache_routes(router: APIRouter, state: ServerState) -> None:
     @router.post("/cache/clear", summary="Clear the prefix cache of a model in all tiers, for all clients")
     async def clear(body: ClearRequest) -> ClearResponse:
         model = await state.get_model(body.model)
-        await state.run_engine_call(model.clear_cache)
+        await state.run_engine_call(model.name, model.clear_cache)
         return ClearResponse(model=model.name)
 
 
@@ -322,7 +322,7 @@ def unpin_prompt(model: Model, prompt: PromptInput, salt: str, lora: Lora) -> Pi
 
 async def collect_cache_contents(state: ServerState, model: Model, salt: str) -> dict[str, Any]:
     """Collect the cache contents of one engine, with text previews of the sequences of this tenant."""
-    contents = await state.run_engine_call(lambda: model.get_cache_contents(salt))
+    contents = await state.run_engine_call(model.name, lambda: model.get_cache_contents(salt))
     return {
         "context_length": model.context_length,
         "memory_kind": model.engine_info.memory,

@@ -541,7 +541,11 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
                 for stream in model.start(prompt.request, prompt.output_format, request.stop, n=request.n)
             ]
 
-        streams = list(await state.start_streams(submit, cancel, generates=loaded_request.generates_summaries))
+        streams = list(
+            await state.start_streams(
+                submit, cancel, generates_with=model.name if loaded_request.generates_summaries else None
+            )
+        )
     except BaseException as error:
         tracked.fail(error)
         resources.close()

@@ -101,7 +101,7 @@ def _add_tree_routes(router: APIRouter, state: ServerState) -> None:
                 tree = model.get_tree(salt=salt, max_nodes=query.max_nodes, since=query.since)
                 return None if tree is None else format_tree(model, tree, request_ids, texts)
 
-            body = await state.run_engine_call(build_body)
+            body = await state.run_engine_call(model.name, build_body)
         return Response(status_code=304) if body is None else JSONResponse(body)
 
 
@@ -117,7 +117,7 @@ async def run_with_prefix(
             raise APIError(404, f"the tree has no node {body.id[:100]!r}: it may be evicted", code="node_not_found")
         return work(model, prefix)
 
-    return await state.run_engine_call(find_and_work)
+    return await state.run_engine_call(model.name, find_and_work)
 
 
 def _add_action_routes(router: APIRouter, state: ServerState) -> None:
@@ -267,7 +267,7 @@ class CacheEventPoller:
                 return
             after = 0 if last is None else last.last_number
             try:
-                page = await self._state.run_engine_call(lambda: model.get_cache_events(after))
+                page = await self._state.run_engine_call(model.name, lambda: model.get_cache_events(after))
             except AfterglowError:  # the engine crashed; the next one has another log
                 return
         self._pages[slot.name] = page

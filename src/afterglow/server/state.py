@@ -30,7 +30,7 @@ ResultT = TypeVar("ResultT")
 ItemT = TypeVar("ItemT")
 TEXT_THREADS = 8  # templates and tokenization
 MEDIA_THREADS = 4  # media, which may come from slow hosts
-ENGINE_CALL_THREADS = 16  # calls to engines, which may be starting
+ENGINE_CALL_THREADS = 16  # calls to the engine of one model, which may be starting
 LONG_CALL_THREADS = 16  # embeddings, reranking and transcription: many calls for one request
 STATS_TIMEOUT_SECONDS = 0.5
 CONVERSATIONS_FILE_NAME = "conversations.sqlite3"
@@ -60,7 +60,7 @@ class ServerState(Closeable):
         self._admission_queues: dict[str, AdmissionQueue] = {}
         self._text_pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="afterglow-text")
         self._media_pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="afterglow-media")
-        self._engine_call_pool = ThreadPoolExecutor(ENGINE_CALL_THREADS, thread_name_prefix="afterglow-engine-calls")
+        self._engine_call_pools: dict[str, ThreadPoolExecutor] = {}  # by model: an engine may not answer
         self._long_call_pool = ThreadPoolExecutor(LONG_CALL_THREADS, thread_name_prefix="afterglow-long-calls")
         self._pending_stats: dict[str, asyncio.Future[EngineStats]] = {}
 
@@ -94,9 +94,18 @@ class ServerState(Closeable):
         """Load media in a thread of a separate pool, so that slow hosts do not block other requests."""
         return await asyncio.get_running_loop().run_in_executor(self._media_pool, _convert_stop_iteration(work))
 
-    async def run_engine_call(self, work: Callable[[], ResultT]) -> ResultT:
-        """Run a blocking call to an engine in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._engine_call_pool, _convert_stop_iteration(work))
+    async def run_engine_call(self, model_name: str, work: Callable[[], ResultT]) -> ResultT:
+        """Run a blocking call to the engine of a model in a thread."""
+        pool = self._get_engine_call_pool(model_name)
+        return await asyncio.get_running_loop().run_in_executor(pool, _convert_stop_iteration(work))
+
+    def _get_engine_call_pool(self, model_name: str) -> ThreadPoolExecutor:
+        """Return the threads for calls to one engine. Called in the event loop only."""
+        if model_name not in self._engine_call_pools:
+            self._engine_call_pools[model_name] = ThreadPoolExecutor(
+                ENGINE_CALL_THREADS, thread_name_prefix="afterglow-engine-calls"
+            )
+        return self._engine_call_pools[model_name]
 
     async def run_long_call(self, work: Callable[[threading.Event], ResultT]) -> ResultT:
         """Run many calls to an engine in a thread of a separate pool. On cancellation, the event of `work` is set."""
@@ -109,13 +118,13 @@ class ServerState(Closeable):
             raise
 
     async def start_streams(
-        self, work: Callable[[], Sequence[Any]], cancel: threading.Event, *, generates: bool = False
+        self, work: Callable[[], Sequence[Any]], cancel: threading.Event, *, generates_with: str | None = None
     ) -> Sequence[Any]:
-        """Submit requests in a thread and return their streams. `generates`: the work itself waits for an engine.
+        """Submit requests in a thread and return their streams. `generates_with`: model for which the work waits.
 
         On cancellation, `cancel` is set, work that has not begun is dropped, and started streams are cancelled.
         """
-        pool = self._engine_call_pool if generates else self._text_pool
+        pool = self._text_pool if generates_with is None else self._get_engine_call_pool(generates_with)
         streams = pool.submit(_convert_stop_iteration(work))
         try:
             return await asyncio.wrap_future(streams)
@@ -167,7 +176,7 @@ class ServerState(Closeable):
             self.metrics.choices_waiting.labels(name).set(queue.waiting)
             self.metrics.restarts.labels(name).set(model.restarts)
             if name not in self._pending_stats or self._pending_stats[name].done():
-                self._pending_stats[name] = asyncio.ensure_future(self.run_engine_call(model.get_stats))
+                self._pending_stats[name] = asyncio.ensure_future(self.run_engine_call(name, model.get_stats))
             pending.append((name, self._pending_stats[name]))
         if pending:
             await asyncio.wait([future for _, future in pending], timeout=STATS_TIMEOUT_SECONDS)
@@ -181,7 +190,8 @@ class ServerState(Closeable):
         self.conversations.close()
         self._text_pool.shutdown(wait=False, cancel_futures=True)
         self._media_pool.shutdown(wait=False, cancel_futures=True)
-        self._engine_call_pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._engine_call_pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
         self._long_call_pool.shutdown(wait=False, cancel_futures=True)
 
 

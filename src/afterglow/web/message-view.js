@@ -1,4 +1,4 @@
-// One message: text, files, thoughts, tool calls and what it cost.
+// One message: text, files, reasoning, tool calls and what it cost.
 
 import { getKind } from "./attachments.js";
 import { describeGeneration } from "./chat.js";
@@ -15,7 +15,7 @@ export class MessageView extends HTMLElement {
   #node;
   #actions;
   #text = h("div", { class: "text" });
-  #thoughts = h("details", { class: "thoughts", hidden: true }, h("summary", {}, "Thoughts"), h("div", { class: "thought-text" }));
+  #reasoning = h("details", { class: "reasoning", hidden: true }, h("summary", {}, "Reasoning"), h("div", { class: "reasoning-text" }));
   #calls = h("div", { class: "calls" });
   #status = h("div", { class: "message-status" });
   #footer = h("div", { class: "message-footer" });
@@ -32,7 +32,7 @@ export class MessageView extends HTMLElement {
     this.setAttribute("aria-label", ROLE_NAMES[node.message.role]);
     const author = node.message.role === "assistant" ? node.info?.model || ROLE_NAMES.assistant : ROLE_NAMES[node.message.role];
     const head = h("div", { class: "message-head" }, author);
-    replace(this, head, this.#buildFiles(), this.#thoughts, this.#text, this.#calls, this.#status, this.#footer);
+    replace(this, head, this.#buildFiles(), this.#reasoning, this.#text, this.#calls, this.#status, this.#footer);
     this.update(node);
     return this;
   }
@@ -69,12 +69,12 @@ export class MessageView extends HTMLElement {
   }
 
   #updateThoughts(message, text) {
-    const thought = message.reasoning_content ?? "";
-    this.#thoughts.hidden = !thought;
-    if (!thought) return;
+    const reasoning = message.reasoning_content ?? "";
+    this.#reasoning.hidden = !reasoning;
+    if (!reasoning) return;
     const isThinking = this.#chat.generation?.id === this.#node.id && !text;
-    this.#thoughts.firstChild.textContent = isThinking ? "Thinking…" : "Thoughts";
-    this.#thoughts.lastChild.textContent = thought;
+    this.#reasoning.firstChild.textContent = isThinking ? "Thinking…" : "Reasoning";
+    this.#reasoning.lastChild.textContent = reasoning;
   }
 
   #updateCalls(message) {

@@ -39,14 +39,14 @@ native = pytest.mark.native
 
 
 def test_a_request_goes_to_the_replica_that_holds_its_prefix() -> None:
-    loads = {"a": ReplicaLoad(), "b": ReplicaLoad(held_entries=512)}
+    loads = {"a": ReplicaLoad(), "b": ReplicaLoad(cached_entries=512)}
     assert choose_replica(loads, 600) == "b"
 
 
 def test_a_long_queue_outweighs_a_held_prefix_that_can_be_loaded() -> None:
     speeds = ReplicaSpeeds(seconds_per_entry=1e-3, load_seconds_per_entry=1e-5)
     loads = {
-        "holder": ReplicaLoad(held_entries=512, queued_entries=2000, running=1, speeds=speeds),
+        "holder": ReplicaLoad(cached_entries=512, queued_entries=2000, running=1, speeds=speeds),
         "idle": ReplicaLoad(speeds=speeds),
     }
     assert choose_replica(loads, 600) == "idle"

@@ -36,7 +36,7 @@ def test_damaged_files_are_neither_exported_nor_imported(store_conversation, fol
     count = export_archive(folder, copy)
     with pytest.raises(InvalidArgument, match="already exists"):
         export_archive(folder, copy)
-    copy.write_bytes(copy.read_bytes().replace(b"afterglow segment", b"afterglow nothing", 1))
+    copy.write_bytes(copy.read_bytes().replace(b"afterglow block", b"afterglow other", 1))
     with pytest.raises(InvalidState):
         import_archive(tmp_path / "elsewhere", copy)
     victim = min((folder / model).glob("*.cells"))
@@ -63,8 +63,9 @@ def test_a_running_engine_uses_imported_files(build_engine, store_conversation, 
     export_archive(folder, tmp_path / "copy.tar")
     engine = build_engine(directory=tmp_path / "elsewhere")
     import_archive(tmp_path / "elsewhere", tmp_path / "copy.tar")
+    store, entries = engine.prefix_cache.store, np.array(prompt(60, 1))
     for _ in range(200):
-        if engine.prefix_cache.store.find_stored_prefix(np.array(prompt(60, 1)), "").length == 60:
+        if store.find_stored_prefix(entries, "").length == 60 and store.has_logits(entries, ""):
             break
-        engine.prefix_cache.store.disk_tier.writer._closing.wait(0.05)
+        store.disk_tier.writer._closing.wait(0.05)
     assert ask(engine, prompt(60, 1)).cached == 60

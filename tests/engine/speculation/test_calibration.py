@@ -19,8 +19,8 @@ from afterglow.engine.speculation.calibration import (
     ROW_COUNTS,
     calibrate,
     calibrate_prefill,
-    recall_costs,
-    recall_step_costs,
+    load_costs,
+    load_step_costs,
     store_costs,
     store_step_costs,
 )
@@ -58,13 +58,13 @@ def test_measurements_that_are_old_or_damaged_are_not_used(tmp_path):
     calibrate(FakeBackend("attention"), step_costs)
     store_step_costs(path, step_costs)
     recalled = StepCosts()
-    assert recall_step_costs(path, recalled)
+    assert load_step_costs(path, recalled)
     assert recalled.list_samples() == step_costs.list_samples()
     os.utime(path, (0, time.time() - MAX_AGE_SECONDS - 1))
-    assert not recall_step_costs(path, StepCosts())
+    assert not load_step_costs(path, StepCosts())
     for text in ("[]", "{", '{"1": 5}'):
         path.write_text(text)
-        assert not recall_step_costs(path, StepCosts())
+        assert not load_step_costs(path, StepCosts())
 
 
 @pytest.mark.native
@@ -156,7 +156,7 @@ def test_stored_costs_hold_until_the_first_measurement(tmp_path):
     measured.record_disk_read(10**6, 0.01)
     store_costs(path, measured)
     cost_model = CostModel()
-    assert recall_costs(path, cost_model)
+    assert load_costs(path, cost_model)
     for name in ("seconds_per_entry", "seconds_per_byte", "bytes_per_entry", "seconds_per_disk_byte"):
         assert getattr(cost_model, name) == pytest.approx(getattr(measured, name))
     cost_model.record_prefill(400, 4.0)  # the machine is slower today
@@ -164,10 +164,10 @@ def test_stored_costs_hold_until_the_first_measurement(tmp_path):
     assert cost_model.seconds_per_entry == pytest.approx(0.01)
     assert cost_model.seconds_per_byte == pytest.approx(1e-8)
     os.utime(path, (0, time.time() - MAX_AGE_SECONDS - 1))
-    assert not recall_costs(path, CostModel())
+    assert not load_costs(path, CostModel())
     for text in ("[]", "{", "{}", '{"prefill": 5}', '{"prefill": {"a": 5}}'):
         path.write_text(text)
-        assert not recall_costs(path, CostModel())
+        assert not load_costs(path, CostModel())
 
 
 @pytest.mark.native

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from afterglow.testing.models import vocabulary
+from support.media_files import encode_data_uri, encode_image, gradient
 from support.openai_schemas import ChatCompletion, ChatCompletionChunk, validate
 from support.server_process import CYCLE, PICK_TOOL, ServerProcess, get_text
 
@@ -252,3 +253,16 @@ def test_a_call_that_is_not_enforced_is_named_and_checked(server: ServerProcess)
     assert server.chat(tools=[strict])["status"] == 400
     enforced = server.post("/v1/chat/completions", {**body, "tools": [PICK_TOOL]})
     assert "x-afterglow-unenforced" not in enforced.headers
+
+
+def test_the_client_raises_for_media_of_a_text_model(server: ServerProcess) -> None:
+    image = encode_data_uri(encode_image(gradient()))
+    messages: list[Any] = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": image}}]}]
+    items: list[Any] = [
+        {"role": "user", "content": [{"type": "input_image", "image_url": image, "detail": "auto"}]},
+    ]
+    with server.client() as client:
+        with pytest.raises(openai.BadRequestError, match="only text"):
+            client.chat.completions.create(model="tiny", messages=messages)
+        with pytest.raises(openai.BadRequestError, match="only text"):
+            client.responses.create(model="tiny", input=items)

@@ -30,6 +30,8 @@ from afterglow.testing import models
 from afterglow.testing.models import vocabulary
 from support.server_process import CYCLE, PICK_TOOL, ServerProcess, get_text
 
+pytestmark = pytest.mark.native
+
 FieldCheck: TypeAlias = Callable[[ServerProcess], None]
 CHECKS: dict[str, dict[str, FieldCheck]] = {"chat": {}, "completions": {}, "responses": {}, "embeddings": {}}
 DOCUMENTED: dict[str, tuple[type[pydantic.BaseModel], Any]] = {
@@ -1047,7 +1049,6 @@ def _(server: ServerProcess) -> None:
     assert get_output(response.json()) == get_output(plain.json())
 
 
-@pytest.mark.native
 def test_an_unknown_field_gets_400_with_its_name(server: ServerProcess) -> None:
     for route in CHECKS:
         error = send(server, route, modle="tiny")["error"]
@@ -1069,7 +1070,6 @@ FIELDS_BY_CHECK = {
 }
 
 
-@pytest.mark.native
 @pytest.mark.parametrize(
     ("route", "check"),
     [pytest.param(*key, id=f"{key[0]}-{'+'.join(fields)}") for key, fields in FIELDS_BY_CHECK.items()],

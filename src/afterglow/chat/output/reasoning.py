@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from afterglow.chat.output.parts import OutputParser, OutputPart, ReasoningDelta, ToolCallDelta
 
@@ -59,9 +59,9 @@ class ReasoningFormat:
         return f"{reasoning}{'' if starts_text else self.text_start}{text}"
 
 
-def build_tag_format(start_tag: str, end_tag: str, **options: Any) -> ReasoningFormat:
+def build_tag_format(start_tag: str, end_tag: str, *, dropped_tags: tuple[str, ...] = ()) -> ReasoningFormat:
     """Build a format in which a blank line follows the reasoning."""
-    return ReasoningFormat(start_tag=start_tag, end_tag=end_tag, forced_ending=f"\n{end_tag}\n\n", **options)
+    return ReasoningFormat(start_tag, end_tag, forced_ending=f"\n{end_tag}\n\n", dropped_tags=dropped_tags)
 
 
 HARMONY_REASONING = ReasoningFormat(

@@ -27,7 +27,7 @@ MAX_ROWS = 16  # decodes with more rows are prefill: they meet at few barriers p
 TRIAL_DECODES = 8  # of slow decodes, as many as take half a second, but at least three
 MIN_TRIAL_DECODES = 3
 MAX_TRIAL_SECONDS = 0.5
-MIN_GAIN = 0.05  # fraction of the decode time that a change has to save
+MIN_GAIN_FRACTION = 0.05  # fraction of the decode time that a change has to save
 TRIAL_INTERVAL_SECONDS = 5.0  # doubled after each trial that failed
 MAX_TRIAL_INTERVAL_SECONDS = 40.0
 
@@ -128,7 +128,7 @@ class ThreadGovernor:
         """Keep the threads of the trial if they are faster."""
         self._is_trial = False
         ratio = self._times.compare(self._previous_times)
-        if ratio is not None and ratio <= 1 - MIN_GAIN:
+        if ratio is not None and ratio <= 1 - MIN_GAIN_FRACTION:
             self._trial_interval = TRIAL_INTERVAL_SECONDS
         else:
             self._uses_fewer, self._times = not self._uses_fewer, self._previous_times

@@ -17,8 +17,8 @@ from afterglow.engine.kvcache.cost_model import StepCosts
 from afterglow.engine.speculation.calibration import (
     calibrate,
     calibrate_prefill,
-    recall_costs,
-    recall_step_costs,
+    load_costs,
+    load_step_costs,
     store_costs,
     store_step_costs,
 )
@@ -163,10 +163,10 @@ def build_engine(
 
 
 def measure_costs(engine: Engine, backend: LlamaBackend) -> None:
-    """Recall the costs of prefill and transfers, or measure them. Closing the engine stores what it has learned."""
+    """Load the costs of prefill and transfers, or measure them. Closing the engine stores what it has learned."""
     cost_model = engine.prefix_cache.cost_model
     path = engine.costs_path = _build_costs_path(backend, "costs")
-    if not recall_costs(path, cost_model):
+    if not load_costs(path, cost_model):
         calibrate_prefill(backend, cost_model)
         store_costs(path, cost_model)
 
@@ -174,7 +174,7 @@ def measure_costs(engine: Engine, backend: LlamaBackend) -> None:
 def measure_step_costs(backend: LlamaBackend, step_costs: StepCosts) -> None:
     """Calibrate, unless the same model was calibrated lately with the same settings."""
     path = _build_costs_path(backend, "steps")
-    if not recall_step_costs(path, step_costs):
+    if not load_step_costs(path, step_costs):
         calibrate(backend, step_costs)
         store_step_costs(path, step_costs)
 

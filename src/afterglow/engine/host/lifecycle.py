@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeAlias
 
 from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
+from afterglow.engine.host.base import EngineHost
 from afterglow.engine.host.build import EngineSpec, build_engine, load_adapters, open_projector
 from afterglow.engine.host.owner import OwnerProcess
 from afterglow.engine.host.process import EngineProcess
@@ -56,7 +56,6 @@ class LoadState(StrEnum):
 
 LoadHook = Callable[[Path, LoadState], str | None]
 """Called with the path and the target state before a load. A returned text rejects the load with this reason."""
-EngineHost: TypeAlias = EngineThread | EngineProcess | ReplicaGroup
 
 
 class Lifecycle(Closeable, ABC):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import functools
 import threading
 import time
 from collections import deque
@@ -18,16 +17,16 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
-from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
+from afterglow.engine.host.base import EngineHost
 from afterglow.engine.host.child_main import PortableEvent, from_portable_event, pack, unpack
 from afterglow.engine.host.child_process import ChildProcess
-from afterglow.engine.host.loop import call_with_sequence, describe_error, logger
-from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream, deliver_events
+from afterglow.engine.host.loop import describe_error, logger
+from afterglow.engine.host.stream import EventStream, PendingRequests, deliver_events
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.request import Failed, PrefillProgress, Request, Usage
-from afterglow.errors import AfterglowError, Cancelled, Closed, EngineCrashed, InvalidArgument
+from afterglow.errors import AfterglowError, Cancelled, Closed, EngineCrashed
 from afterglow.llama.model import ProgressCallback
 
 ResultT = TypeVar("ResultT")
@@ -59,13 +58,15 @@ class Submission:
         )
 
 
-class EngineProcess(Closeable):
+class EngineProcess(EngineHost):
     """Owns a child process with an engine and restarts it after a crash.
 
     While a child restarts, new requests wait for it. They fail only if the restarts fail. Requests in flight that have
     no token yet, and calls, are repeated once on the new child: requests one after the other, because one of them may
     be what crashed the child.
     """
+
+    restarts = 0
 
     def __init__(
         self,
@@ -82,7 +83,6 @@ class EngineProcess(Closeable):
         `EngineSpec`. Only an `EngineSpec` reports `progress`; if that returns False, the start is cancelled. A child
         that does not respond for `silence_timeout` seconds is killed and restarted.
         """
-        self.restarts = 0
         self.take_over: TakeOver | None = None  # gets the requests that would wait for a restart to be repeated
         self.store_report: StoreReport | None = None  # of the close; None: not closed, or the child died before
         self._label = str(getattr(factory, "path", "an engine"))  # in the log
@@ -136,13 +136,6 @@ class EngineProcess(Closeable):
     def has_given_up(self) -> bool:
         """Whether the restarts failed, so that every request and call raises `EngineCrashed`."""
         return not self._supervisor.is_alive() and not self._closing.is_set()
-
-    def submit(self, request: Request) -> EventStream:
-        """Submit a request without blocking. An invalid request gets its error as its only event."""
-        try:
-            return self.submit_together([request])[0]
-        except InvalidArgument as error:
-            return build_failed_stream(request.id, error)
 
     def submit_together(self, requests: Sequence[Request]) -> list[EventStream]:
         """Submit several requests at once, so that a common prefix is prefilled once."""
@@ -199,18 +192,6 @@ class EngineProcess(Closeable):
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
-
-    def call_each(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> list[ResultT]:
-        """Run a function on every engine of the host: there is one."""
-        return [self.call(function)]
-
-    def select(self) -> EngineProcess:
-        """Return the host for calls that belong together: this one."""
-        return self
-
-    def call_on_sequence(self, function: Callable[..., ResultT], sequence: int | None) -> tuple[ResultT, int]:
-        """Run a function on the engine of a sequence; return the result and the number of the first sequence there."""
-        return self.call(functools.partial(call_with_sequence, function=function, sequence=sequence)), 0
 
     def close(self, store_timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
         """End every request with `Closed` and stop the child, with `store_timeout` seconds for its prefix cache.

@@ -17,9 +17,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
 from afterglow.engine.host import remote_calls
+from afterglow.engine.host.base import EngineHost
 from afterglow.engine.host.loop import logger
 from afterglow.engine.host.process import EngineProcess, Submission
 from afterglow.engine.host.routing import (
@@ -31,7 +31,7 @@ from afterglow.engine.host.routing import (
     count_leading,
     list_names,
 )
-from afterglow.engine.host.stream import EventStream, build_failed_stream
+from afterglow.engine.host.stream import EventStream
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.request import Request
@@ -54,12 +54,12 @@ class Replica:
     reported_restarts: int = 0  # at the last report: what a process held in RAM is lost with it
     retry_at: float = 0.0  # when a host that has given up may be replaced
 
-    def count_held(self, names: Sequence[bytes]) -> int:
+    def count_cached(self, names: Sequence[bytes]) -> int:
         """Return how many leading blocks of a prompt the replica is expected to hold."""
         return max(count_leading(names, self.report.names), count_leading(names, self.routed))
 
 
-class ReplicaGroup(Closeable):
+class ReplicaGroup(EngineHost):
     """Host of several engine processes of one model. It has the interface of `EngineProcess`.
 
     Sequences are numbered through: those of the first replica come first. `call` runs on the first replica that is
@@ -122,13 +122,6 @@ class ReplicaGroup(Closeable):
 
     # --- requests
 
-    def submit(self, request: Request) -> EventStream:
-        """Submit a request without blocking. An invalid request gets its error as its only event."""
-        try:
-            return self.submit_together([request])[0]
-        except InvalidArgument as error:
-            return build_failed_stream(request.id, error)
-
     def submit_together(self, requests: Sequence[Request]) -> list[EventStream]:
         """Submit several requests to one replica, so that a common prefix is prefilled once."""
         if not requests:
@@ -168,7 +161,7 @@ class ReplicaGroup(Closeable):
         waiting = replica.host.list_waiting()
         return ReplicaLoad(
             speeds=choose_speeds(other.report for other in self._replicas),
-            held_entries=replica.count_held(names) * replica.report.block_size,
+            cached_entries=replica.count_cached(names) * replica.report.block_size,
             queued_entries=sum(count for id, count in list(replica.computed_entries.items()) if id in waiting),
             running=len(replica.computed_entries),
             sequences=self._sequences,
@@ -179,11 +172,11 @@ class ReplicaGroup(Closeable):
         self, replica: Replica, streams: Iterable[EventStream], entries: Sequence[int], names: Sequence[bytes]
     ) -> None:
         """Record the requests that a replica got, until they end."""
-        held = replica.count_held(names) * replica.report.block_size
+        cached = replica.count_cached(names) * replica.report.block_size
         replica.routed.add(names)
         for stream, count in zip(streams, entries, strict=True):
-            replica.computed_entries[stream.id] = max(1, count - held)
-            held = count  # choices of one prompt share its prefill
+            replica.computed_entries[stream.id] = max(1, count - cached)
+            cached = count  # choices of one prompt share its prefill
             stream.call_at_end(functools.partial(self._forget_request, stream.id))
 
     def _forget_request(self, id: str) -> None:

@@ -50,7 +50,7 @@ class ReplicaReport:
 class ReplicaLoad:
     """What a new request would find at a replica."""
 
-    held_entries: int = 0  # leading entries of its prompt that the replica holds
+    cached_entries: int = 0  # leading entries of its prompt that the replica holds
     queued_entries: int = 0  # to compute for other requests before their first token
     running: int = 0  # requests, with those that wait
     sequences: int = 1  # requests that can run at the same time
@@ -64,15 +64,15 @@ def estimate_first_token_seconds(load: ReplicaLoad, prompt_entries: int, shared_
     `shared_entries` are the leading entries that every replica can load from a shared tier. They are loaded if that is
     faster than computing them. A request beyond the number of sequences waits about as long as a prompt of its size.
 
-    >>> idle, holder = ReplicaLoad(), ReplicaLoad(held_entries=900, queued_entries=300)
+    >>> idle, holder = ReplicaLoad(), ReplicaLoad(cached_entries=900, queued_entries=300)
     >>> estimate_first_token_seconds(idle, 1000) > estimate_first_token_seconds(holder, 1000)
     True
     >>> estimate_first_token_seconds(idle, 1000, 900) < estimate_first_token_seconds(holder, 1000, 900)
     True
     """
     speeds = load.speeds
-    missing = max(0, prompt_entries - load.held_entries)
-    loadable = min(missing, max(0, shared_entries - load.held_entries))
+    missing = max(0, prompt_entries - load.cached_entries)
+    loadable = min(missing, max(0, shared_entries - load.cached_entries))
     if speeds.load_seconds_per_entry >= speeds.seconds_per_entry:
         loadable = 0
     own = (missing - loadable) * speeds.seconds_per_entry + loadable * speeds.load_seconds_per_entry
@@ -86,7 +86,7 @@ def choose_replica(loads: Mapping[ReplicaT, ReplicaLoad], prompt_entries: int) -
 
     What one replica holds, the others can load, if they share a tier.
 
-    >>> choose_replica({"a": ReplicaLoad(), "b": ReplicaLoad(held_entries=64)}, 100)
+    >>> choose_replica({"a": ReplicaLoad(), "b": ReplicaLoad(cached_entries=64)}, 100)
     'b'
     """
     return rank_replicas(loads, prompt_entries)[0]
@@ -94,7 +94,7 @@ def choose_replica(loads: Mapping[ReplicaT, ReplicaLoad], prompt_entries: int) -
 
 def rank_replicas(loads: Mapping[ReplicaT, ReplicaLoad], prompt_entries: int) -> list[ReplicaT]:
     """Return the replicas in the order of `choose_replica`."""
-    shared = max((load.held_entries for load in loads.values()), default=0)
+    shared = max((load.cached_entries for load in loads.values()), default=0)
 
     def compute_rank(replica: ReplicaT) -> tuple[float, int]:
         load = loads[replica]
@@ -126,13 +126,13 @@ def shorten_key(key: bytes) -> bytes:
     return key[:NAME_BYTES]
 
 
-def count_leading(names: Sequence[bytes], held: Container[bytes]) -> int:
-    """Return how many of the first names are held, without a gap.
+def count_leading(names: Sequence[bytes], cached: Container[bytes]) -> int:
+    """Return how many of the first names are cached, without a gap.
 
     >>> count_leading([b"a", b"b", b"c"], {b"a", b"c"})
     1
     """
-    return next((index for index, name in enumerate(names) if name not in held), len(names))
+    return next((index for index, name in enumerate(names) if name not in cached), len(names))
 
 
 class RoutedNames:

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from afterglow.closeable import Closeable
 from afterglow.engine.engine import Engine
-from afterglow.engine.host.loop import EngineLoop, call_with_sequence, close_engine, describe_error, logger, try_call
-from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream
+from afterglow.engine.host.base import EngineHost
+from afterglow.engine.host.loop import EngineLoop, close_engine, describe_error, logger, try_call
+from afterglow.engine.host.stream import EventStream, PendingRequests
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.request import Request
-from afterglow.errors import AfterglowError, Closed, EngineCrashed, InvalidArgument
+from afterglow.errors import AfterglowError, Closed, EngineCrashed
 
 ResultT = TypeVar("ResultT")
 
 
-class EngineThread(Closeable):
+class EngineThread(EngineHost):
     """Owns an engine and the only thread that uses it.
 
     >>> with EngineThread(lambda: Engine(backend)) as engine:
@@ -59,30 +58,11 @@ class EngineThread(Closeable):
         """Whether the engine crashed, so that every request and call raises `EngineCrashed`."""
         return self.has_crashed
 
-    def submit(self, request: Request) -> EventStream:
-        """Submit a request. An invalid request gets its error as its only event."""
-        try:
-            return self.submit_together([request])[0]
-        except InvalidArgument as error:
-            return build_failed_stream(request.id, error)
-
     def submit_together(self, requests: Sequence[Request]) -> list[EventStream]:
         """Submit several requests at once, so that a common prefix is prefilled once."""
         streams = self._pending.add_streams([request.id for request in requests])
         self._loop.submit(*requests)
         return streams
-
-    def call_each(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> list[ResultT]:
-        """Run a function on every engine of the host: there is one."""
-        return [self.call(function)]
-
-    def select(self) -> EngineThread:
-        """Return the host for calls that belong together: this one."""
-        return self
-
-    def call_on_sequence(self, function: Callable[..., ResultT], sequence: int | None) -> tuple[ResultT, int]:
-        """Run a function on the engine of a sequence; return the result and the number of the first sequence there."""
-        return self.call(functools.partial(call_with_sequence, function=function, sequence=sequence)), 0
 
     def attach_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Has no effect: events reach an event loop directly from the engine thread."""

@@ -211,7 +211,7 @@ class BlockTree:
             pending += self.get_children(descendant.key)
             self._forget(descendant)
 
-    def remove_unheld(self, block: Block) -> None:
+    def remove_unreferenced(self, block: Block) -> None:
         """Remove a block and all its descendants if no tier holds it."""
         if not any(holder.holds(block) for holder in self.holders):
             self.remove(block)

@@ -161,7 +161,7 @@ class RamTier:
             checkpoint is None or self._compute_block_rank(block) <= self.checkpoints.compute_rank(checkpoint)
         ):
             self.forget(block)
-            self._tree.remove_unheld(block)
+            self._tree.remove_unreferenced(block)
             entries = len(block.entries)
         elif checkpoint is not None:
             self.checkpoints.drop(checkpoint)

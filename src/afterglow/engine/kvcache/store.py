@@ -40,7 +40,7 @@ class TieredStore:
         self, backend: Backend, interner: EntryInterner, cost_model: CostModel, settings: EngineSettings, *, grid: int
     ) -> None:
         # This text is an input of the keys of stored files: changing it invalidates them.
-        model = blake3(backend.state_key + f" grid {grid} segment {settings.block_size}".encode()).digest()
+        model = blake3(backend.state_key + f" grid {grid} block {settings.block_size}".encode()).digest()
         self.hasher = BlockHasher(model, interner, settings.block_size)
         budget = ByteBudget(settings.ram_cache_limit)
         self.tree = BlockTree(self.hasher, interner, budget)

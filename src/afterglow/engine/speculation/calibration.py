@@ -26,7 +26,7 @@ MAX_AGE_SECONDS = 7 * 86400.0  # of stored measurements
 ROW_COUNTS = (1, 2, 3, 5, 9, MAX_DRAFT_TOKENS + 1)
 
 
-def recall_step_costs(path: Path, step_costs: StepCosts) -> bool:
+def load_step_costs(path: Path, step_costs: StepCosts) -> bool:
     """Add the measurements of an earlier calibration. Returns False if there are none, or if they are too old."""
     try:
         if time.time() - path.stat().st_mtime > MAX_AGE_SECONDS:
@@ -47,7 +47,7 @@ def store_step_costs(path: Path, step_costs: StepCosts) -> None:
     _write_json(path, step_costs.list_samples())
 
 
-def recall_costs(path: Path, cost_model: CostModel) -> bool:
+def load_costs(path: Path, cost_model: CostModel) -> bool:
     """Add the costs of prefill and transfers of an earlier engine. Returns False if there are none, or too old ones."""
     try:
         if time.time() - path.stat().st_mtime > MAX_AGE_SECONDS:

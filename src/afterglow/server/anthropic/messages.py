@@ -66,7 +66,7 @@ async def create_message(state: ServerState, body: MessageRequest, salt: str) ->
         with contextlib.ExitStack() as resources:  # what is cached is compared before it changes
             prompt = await build_prompt(state, model, request, resources)
         lora = build_lora(state.models, model, body.model, body.lora)
-        diagnostics = await state.run_engine_call(lambda: diagnose(model, prompt, salt, lora))
+        diagnostics = await state.run_engine_call(model.name, lambda: diagnose(model, prompt, salt, lora))
     generation = await start_generation(state, body.model, request)
     formatter = MessageFormatter(
         generation,

@@ -47,7 +47,8 @@ async def create_embeddings(state: ServerState, body: LlamaEmbeddingRequest) -> 
         raise invalid_request_error("content", "`content` must not be empty")
     ticket = state.get_admission_queue(model).admit(1)
     try:
-        vectors = [await state.run_engine_call(functools.partial(model.embed, tokens)) for tokens in token_lists]
+        calls = [functools.partial(model.embed, tokens) for tokens in token_lists]
+        vectors = [await state.run_engine_call(model.name, call) for call in calls]
     finally:
         ticket.release()
     record = get_record()

@@ -32,7 +32,7 @@ def build_router(state: ServerState) -> APIRouter:
         if not state.settings.slots:
             raise not_supported_error("slots are not served: start the server without --no-slots")
         salt, served = get_tenant_salt(request), await state.get_generating_model(model)
-        slots = await state.run_engine_call(lambda: build_slots(served, salt))
+        slots = await state.run_engine_call(served.name, lambda: build_slots(served, salt))
         if fail_on_no_slot and all(slot["is_processing"] for slot in slots):
             raise APIError(503, "no slot is idle", error_type="server_error", code="no_slot", retry_after=1)
         return slots
@@ -50,13 +50,13 @@ def build_router(state: ServerState) -> APIRouter:
             message = f"`id_slot` must be from 0 to {model.engine_info.sequences - 1}, not {id_slot}"
             raise invalid_request_error("id_slot", message)
         if action == "erase":
-            return await state.run_engine_call(lambda: erase_slot(model, id_slot, salt))
+            return await state.run_engine_call(model.name, lambda: erase_slot(model, id_slot, salt))
         if body is None:
             message = f"`filename` is missing: {action} needs the name of a file"
             raise invalid_request_error("filename", message, "missing_required_parameter")
         path = directory / check_file_name(body.filename)
         change: Callable[[Model, int, Path, str], dict[str, Any]] = save_slot if action == "save" else restore_slot
-        return await state.run_engine_call(lambda: change(model, id_slot, path, salt))
+        return await state.run_engine_call(model.name, lambda: change(model, id_slot, path, salt))
 
     return router
 

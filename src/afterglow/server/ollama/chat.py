@@ -71,7 +71,7 @@ async def load_or_unload(
     if body.keep_alive == 0:
         found = await state.run_text_work(lambda: library.find(body.model))
         if found.slot is not None:
-            await state.run_engine_call(found.slot.unload)
+            await state.run_engine_call(found.slot.name, found.slot.unload)
         reason = "unload"
     else:
         num_ctx = body.options.num_ctx if body.options else None

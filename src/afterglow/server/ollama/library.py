@@ -134,7 +134,7 @@ class ModelLibrary:
         if not self._state.settings.allow_reload:
             advice = f"start the server with `--context {context}`, or allow clients to change it with `--allow-reload`"
             raise invalid_request_error("options.num_ctx", f"{loaded}: {advice}")
-        await self._state.run_engine_call(lambda: slot.reload(context))
+        await self._state.run_engine_call(slot.name, lambda: slot.reload(context))
 
 
 def list_spellings(name: str) -> list[str]:

@@ -354,15 +354,17 @@ def delete_model(state: ServerState, library: ModelLibrary, name: str) -> None:
 
 def _add_refused_routes(router: APIRouter) -> None:
     async def push() -> Response:
-        raise build_refusal("/api/push", "models cannot be uploaded from here")
+        raise build_unsupported_error("/api/push", "models cannot be uploaded from here")
 
     async def blobs(digest: str) -> Response:
-        raise build_refusal("/api/blobs", "model files cannot be uploaded: put them into the models directory")
+        raise build_unsupported_error(
+            "/api/blobs", "model files cannot be uploaded: put them into the models directory"
+        )
 
     router.post("/api/push", include_in_schema=False)(push)
     router.api_route("/api/blobs/{digest}", methods=["HEAD", "POST"], include_in_schema=False)(blobs)
 
 
-def build_refusal(path: str, reason: str) -> APIError:
+def build_unsupported_error(path: str, reason: str) -> APIError:
     """Return the error of a route of Ollama's API that is not supported."""
     return APIError(400, f"`{path}` is not supported: {reason}", code="unsupported_route")

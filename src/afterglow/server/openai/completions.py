@@ -120,7 +120,9 @@ async def score_prompts(
     ticket = state.get_admission_queue(model).admit(1, is_background=is_batch_line())
     try:
         return [
-            await state.run_engine_call(functools.partial(model.score, prompt.tokens, alternatives, lora=lora))
+            await state.run_engine_call(
+                model.name, functools.partial(model.score, prompt.tokens, alternatives, lora=lora)
+            )
             for prompt in prompts
         ]
     finally:

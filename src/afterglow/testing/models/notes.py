@@ -27,7 +27,7 @@ from afterglow.testing.models.writer import ModelWriter
 
 LETTERS = b"CDEFGAB"
 PITCHES_HZ = (261.63, 293.66, 329.63, 349.23, 392.0, 440.0, 493.88)  # of the letters, from middle C on
-SAMPLE_RATE = 16_000
+SAMPLE_RATE_HERTZ = 16_000
 NOTE_COUNT = len(LETTERS)
 # Axes of the residual stream.
 WAVE_AXIS, LOUDNESS_AXIS, ANSWERED_AXIS, TEXT_AXIS = 0, 2 * NOTE_COUNT, 3 * NOTE_COUNT, 3 * NOTE_COUNT + 1
@@ -73,7 +73,7 @@ def write_projector(path: Path) -> None:
     """Write the projector: the sine and cosine component of each note in a frame."""
     weights = np.zeros((EMBEDDING_LENGTH, FRAME_SAMPLES), np.float32)
     for number, pitch in enumerate(PITCHES_HZ):
-        phase = 2 * np.pi * pitch * np.arange(FRAME_SAMPLES) / SAMPLE_RATE
+        phase = 2 * np.pi * pitch * np.arange(FRAME_SAMPLES) / SAMPLE_RATE_HERTZ
         weights[WAVE_AXIS + 2 * number] = np.sin(phase) * 2 / FRAME_SAMPLES
         weights[WAVE_AXIS + 2 * number + 1] = np.cos(phase) * 2 / FRAME_SAMPLES
     write_gemma4ua(path, seed=SEED, weights=weights)

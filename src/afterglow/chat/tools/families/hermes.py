@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,9 +64,26 @@ class TaggedJsonToolParser(ToolParser):
         return not call.has_invalid_arguments
 
 
-def build_json_call_rule(grammar: LarkGrammar, tools: Sequence[Tool], **json_call_options: Any) -> str:
+def build_json_call_rule(
+    grammar: LarkGrammar,
+    tools: Sequence[Tool],
+    *,
+    name_key: str = "name",
+    arguments_key: str = "arguments",
+    properties_before: Mapping[str, Any] | None = None,
+    optional_properties: Mapping[str, Any] | None = None,
+) -> str:
     """Return an expression for a call of one of these tools as a JSON object."""
-    return join_alternatives(grammar.add_json_call_rule(tool, **json_call_options) for tool in tools)
+    return join_alternatives(
+        grammar.add_json_call_rule(
+            tool,
+            name_key=name_key,
+            arguments_key=arguments_key,
+            properties_before=properties_before,
+            optional_properties=optional_properties,
+        )
+        for tool in tools
+    )
 
 
 def build_json_object_family(name: str, opening: str, closing: str = "") -> ToolFamily:
@@ -95,7 +112,7 @@ def build_json_list_family(
     *,
     alternative_openings: tuple[str, ...] = (),
     new_id: CallIdFactory = generate_call_id,
-    **json_call_options: Any,
+    optional_properties: Mapping[str, Any] | None = None,
 ) -> ToolFamily:
     """Return a family that writes all calls as one list after a marker.
 
@@ -103,7 +120,7 @@ def build_json_list_family(
     """
 
     def build_block(grammar: LarkGrammar, tools: Sequence[Tool], parallel: bool) -> str:
-        call = build_json_call_rule(grammar, tools, **json_call_options)
+        call = build_json_call_rule(grammar, tools, optional_properties=optional_properties)
         calls = grammar.add_calls_rule(call, parallel, f"SPACE? {grammar.literal(',')} SPACE?")
         end = f"SPACE? {grammar.literal(closing)}" if closing else ""
         return f"SPACE? {grammar.literal('[')} {calls} {grammar.literal(']')} {end}"

@@ -25,7 +25,7 @@ from afterglow.llama import page_buffers
 FileKind: TypeAlias = Literal["cells", "state", "logits"]
 Buffer: TypeAlias = bytes | memoryview
 FILE_KINDS: tuple[FileKind, ...] = ("cells", "state", "logits")
-MAGIC = b"afterglow segment\x01"  # the last byte is the version of the format
+MAGIC = b"afterglow block\x01"  # the last byte is the version of the format
 CHECKSUM_BYTES = 32
 # kind, model, key, parent, start, number of entries, unused, cells, bytes of layout and payload, seconds, value
 HEADER = struct.Struct("<B32s32s32sQQ8xQQQdd")

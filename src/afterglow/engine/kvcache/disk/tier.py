@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from afterglow.engine.kvcache.blocks import Block, BlockTree
 from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.checkpoints import Checkpoint
 from afterglow.engine.kvcache.cost_model import CostModel
+from afterglow.engine.kvcache.disk.checkpoint_table import CheckpointTable, StoredCheckpoint
 from afterglow.engine.kvcache.disk.contents import FileBuilder
 from afterglow.engine.kvcache.disk.files import FileKind, LoadedFile, build_file_name
 from afterglow.engine.kvcache.disk.index import IndexRow
@@ -29,30 +29,7 @@ from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
 from afterglow.llama.parallel import run_parallel
 
-DISK_CHECKPOINT_TABLE_BYTES = 800  # beside its entries; measured with tracemalloc
 MIN_PREFETCH_SECONDS = 0.005  # shorter reads do not noticeably delay running requests
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DiskCheckpoint:
-    """Checkpoint in a file: `start` entries in the full blocks up to key `parent`, followed by the entries `rest`.
-
-    It takes the place of the state of a `Checkpoint` that is not loaded. The same describes logits in a file.
-    """
-
-    key: bytes
-    parent: bytes
-    start: int
-    rest: Entries
-    nbytes: int
-
-    @property
-    def position(self) -> int:
-        return self.start + len(self.rest)
-
-    @property
-    def table_bytes(self) -> int:
-        return DISK_CHECKPOINT_TABLE_BYTES + self.rest.nbytes
 
 
 class DiskTier:
@@ -79,8 +56,8 @@ class DiskTier:
         self._ram = ram
         self._counters = TierCounters()
         self._written_bytes = 0  # by the writer, at the last `sync`
-        self._checkpoints: dict[bytes, dict[bytes, DiskCheckpoint]] = {}  # by parent key, by key
-        self._logits: dict[bytes, DiskCheckpoint] = {}  # by key
+        self._checkpoints = CheckpointTable(self.name, self.budget, ram.budget, tree.hasher, interner)
+        self._logits: dict[bytes, StoredCheckpoint] = {}  # by key
         self.writer = DiskWriter(
             settings.disk_cache_directory,
             limit=settings.disk_cache_bytes,
@@ -117,15 +94,15 @@ class DiskTier:
                 case FileAdded(row) if row.kind == "logits":
                     self._add_logits(row)
                 case FileAdded(row):
-                    self._add_checkpoint(row)
+                    self._checkpoints.add(build_stored_checkpoint(row))
                 case FileRemoved("cells", key):
                     if (block := self._tree.get(key)) is not None:
                         removed_entries += len(block.entries) if block.is_on_disk else 0
                         removed_bytes += block.file_bytes
                         self.forget(block)
-                        self._tree.remove_unheld(block)
+                        self._tree.remove_unreferenced(block)
                 case FileRemoved("state", key):
-                    self._remove_checkpoint(key)
+                    self._checkpoints.remove(key)
                 case FileRemoved("logits", key):
                     self._remove_logits(key)
         self._ram.events.record("evicted", self.name, entries=removed_entries, nbytes=removed_bytes)
@@ -173,24 +150,8 @@ class DiskTier:
             self.forget(block)
             self.writer.remove("cells", block.key)
 
-    def _add_checkpoint(self, row: IndexRow) -> None:
-        checkpoint = DiskCheckpoint(row.key, row.parent, row.start, row.entries, row.nbytes)
-        siblings = self._checkpoints.setdefault(checkpoint.parent, {})
-        if checkpoint.key not in siblings and checkpoint.table_bytes <= self._ram.budget.free_bytes:
-            siblings[checkpoint.key] = checkpoint
-            self.budget.add("checkpoints", checkpoint.nbytes)
-            self._ram.budget.add("tables", checkpoint.table_bytes)
-
-    def _remove_checkpoint(self, key: bytes) -> None:
-        for parent, siblings in list(self._checkpoints.items()):
-            if (checkpoint := siblings.pop(key, None)) is not None:
-                self.budget.remove("checkpoints", checkpoint.nbytes)
-                self._ram.budget.remove("tables", checkpoint.table_bytes)
-            if not siblings:
-                del self._checkpoints[parent]
-
     def _add_logits(self, row: IndexRow) -> None:
-        logits = DiskCheckpoint(row.key, row.parent, row.start, row.entries, row.nbytes)
+        logits = build_stored_checkpoint(row)
         if logits.key not in self._logits and logits.table_bytes <= self._ram.budget.free_bytes:
             self._logits[logits.key] = logits
             self.budget.add("logits", logits.nbytes)
@@ -201,7 +162,7 @@ class DiskTier:
             self.budget.remove("logits", logits.nbytes)
             self._ram.budget.remove("tables", logits.table_bytes)
 
-    def list_logits(self) -> list[DiskCheckpoint]:
+    def list_logits(self) -> list[StoredCheckpoint]:
         return list(self._logits.values())
 
     def find_logits(self, entries: Entries, salt: str) -> bytes | None:
@@ -223,38 +184,18 @@ class DiskTier:
 
     def delete_checkpoints(self, keys: AbstractSet[bytes], parents: AbstractSet[bytes]) -> set[bytes]:
         """Delete the checkpoints with these keys, and those after these blocks; return the keys of the files."""
-        deleted = {
-            on_disk.key for on_disk in self.list_checkpoints() if on_disk.key in keys or on_disk.parent in parents
-        }
-        for key in deleted:
-            self._remove_checkpoint(key)
-            self.writer.remove("state", key)
-        return deleted
+        deleted = self._checkpoints.select(keys, parents)
+        for checkpoint in deleted:
+            self._checkpoints.remove(checkpoint.key)
+            self.writer.remove("state", checkpoint.key)
+        return {checkpoint.key for checkpoint in deleted}
 
-    def list_checkpoints(self) -> list[DiskCheckpoint]:
-        return [checkpoint for siblings in self._checkpoints.values() for checkpoint in siblings.values()]
+    def list_checkpoints(self) -> list[StoredCheckpoint]:
+        return self._checkpoints.list_all()
 
     def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
         """Return the checkpoints on the path of a prompt. Their state is not loaded."""
-        found: list[Checkpoint] = []
-        hasher = self._tree.hasher
-        for index, parent in enumerate(hasher.hash_prefixes(entries, salt) if self._checkpoints else ()):
-            start = index * hasher.block_size
-            for on_disk in self._checkpoints.get(parent, {}).values():
-                rest = self._interner.to_portable_entries(entries[start : on_disk.position])
-                if on_disk.start == start and np.array_equal(rest, on_disk.rest):
-                    found.append(
-                        Checkpoint(
-                            entries=entries[: on_disk.position],
-                            state=on_disk,
-                            salt=salt,
-                            parent=parent,
-                            start=start,
-                            key=on_disk.key,
-                            tier=self.name,
-                        )
-                    )
-        return found
+        return self._checkpoints.find(entries, salt)
 
     def touch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None = None) -> None:
         names = [build_file_name("cells", block.key) for block in blocks if block.is_on_disk]
@@ -271,7 +212,7 @@ class DiskTier:
         """Delete all files of this model."""
         self.writer.clear()
         for checkpoint in self.list_checkpoints():
-            self._remove_checkpoint(checkpoint.key)
+            self._checkpoints.remove(checkpoint.key)
         for logits in self.list_logits():
             self._remove_logits(logits.key)
 
@@ -291,7 +232,7 @@ class DiskTier:
         elif isinstance(data, LastLogits):
             is_on_disk = data.key in self._logits
         else:
-            is_on_disk = data.key in self._checkpoints.get(data.parent, ())
+            is_on_disk = data.key in self._checkpoints
         if not is_on_disk:
             self.writer.enqueue(get_kind(data), data.key)
 
@@ -361,7 +302,7 @@ class DiskTier:
                 raise InvalidState("a file contains other entries than expected")
             return self._backend.deserialize_state(loaded.payload)
         except InvalidState:
-            self._remove_checkpoint(checkpoint.key)
+            self._checkpoints.remove(checkpoint.key)
             raise
 
     def load_logits(self, key: bytes, entries: Entries) -> NDArray[np.float32] | None:
@@ -382,3 +323,8 @@ class DiskTier:
 def get_kind(data: Block | Checkpoint | LastLogits) -> FileKind:
     """Return the kind of the file of a block, a checkpoint or last logits."""
     return "cells" if isinstance(data, Block) else "logits" if isinstance(data, LastLogits) else "state"
+
+
+def build_stored_checkpoint(row: IndexRow) -> StoredCheckpoint:
+    """Describe the file of a checkpoint or of logits."""
+    return StoredCheckpoint(row.key, row.parent, row.start, row.entries, row.nbytes)

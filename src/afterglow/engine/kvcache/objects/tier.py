@@ -31,10 +31,11 @@ from afterglow.engine.kvcache.blocks import Block, BlockTree
 from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.checkpoints import Checkpoint
 from afterglow.engine.kvcache.cost_model import CostModel, RunningAverage
+from afterglow.engine.kvcache.disk.checkpoint_table import CheckpointTable, StoredCheckpoint
 from afterglow.engine.kvcache.disk.contents import FileBuilder
 from afterglow.engine.kvcache.disk.files import HEAD_BYTES, FileKind, LoadedFile, decode_file, decode_head
 from afterglow.engine.kvcache.disk.prefetch import FileKey, Prefetcher
-from afterglow.engine.kvcache.disk.tier import DiskCheckpoint, get_kind
+from afterglow.engine.kvcache.disk.tier import get_kind
 from afterglow.engine.kvcache.last_logits import LastLogits
 from afterglow.engine.kvcache.objects.client import ObjectClient, check_store_url, read_key
 from afterglow.engine.kvcache.objects.search import find_longest_prefix
@@ -69,7 +70,7 @@ class FoundPrefix:
     blocks: int = 0
     block_bytes: int = 0  # of one full block
     tail: tuple[bytes, int, int] | None = None  # key, number of entries and bytes
-    checkpoints: tuple[DiskCheckpoint, ...] = ()
+    checkpoints: tuple[StoredCheckpoint, ...] = ()
 
 
 @dataclass(slots=True)
@@ -136,7 +137,7 @@ class ObjectTier:
         self._seconds_per_byte = RunningAverage(INITIAL_SECONDS_PER_BYTE)
         self._searches: dict[tuple[bytes, int], Search] = {}
         self._names: dict[bytes, str] = {}  # of known tails and checkpoints, by key
-        self._checkpoints: dict[bytes, dict[bytes, DiskCheckpoint]] = {}  # by parent key, by key
+        self._checkpoints = CheckpointTable(self.name, self.budget, ram.budget, tree.hasher, interner)
         self._writing: set[tuple[FileKind, bytes]] = set()
         self._written: queue.SimpleQueue[tuple[FileKind, bytes, int]] = queue.SimpleQueue()  # and their bytes
         self._lock = threading.Lock()  # of the counters and `_writing`
@@ -208,7 +209,7 @@ class ObjectTier:
             tail = self._find_tail(entries, keys[blocks], blocks)
         else:
             blocks = len(keys) - 1
-        checkpoints: tuple[DiskCheckpoint, ...] = ()
+        checkpoints: tuple[StoredCheckpoint, ...] = ()
         if self._backend.capabilities.has_partial_state:
             checkpoints = self._find_states(entries, keys[: blocks + 1])
         return FoundPrefix(blocks=blocks, block_bytes=sizes[-1], tail=tail, checkpoints=checkpoints)
@@ -227,7 +228,7 @@ class ObjectTier:
         size = self._request(functools.partial(self.client.get_size, name))
         return None if size is None else (head.key, head.count, size)
 
-    def _find_states(self, entries: Entries, keys: Sequence[bytes]) -> tuple[DiskCheckpoint, ...]:
+    def _find_states(self, entries: Entries, keys: Sequence[bytes]) -> tuple[StoredCheckpoint, ...]:
         """Find the deepest checkpoint on a path, and a second one before it."""
         indices = list(range(len(keys) - 1, -1, -1))[:MAX_STATE_PROBES]
         found = []
@@ -239,7 +240,7 @@ class ObjectTier:
                 break
         return tuple(found)
 
-    def _find_state(self, entries: Entries, parent: bytes, index: int) -> DiskCheckpoint | None:
+    def _find_state(self, entries: Entries, parent: bytes, index: int) -> StoredCheckpoint | None:
         name, hasher = self._build_name(parent, "state"), self._tree.hasher
         data = self._request(functools.partial(self.client.read_head, name))
         head = None if data is None else decode_head(data)
@@ -250,7 +251,9 @@ class ObjectTier:
         if hasher.hash_checkpoint(parent, rest) != head.key:
             return None
         size = self._request(functools.partial(self.client.get_size, name))
-        return None if size is None else DiskCheckpoint(head.key, parent, start, rest.copy(), size)
+        if size is None:
+            return None
+        return StoredCheckpoint(head.key, parent, start, self._interner.to_portable_entries(rest).copy(), size)
 
     def _request(self, request: Callable[[], ResultT]) -> ResultT:
         """Run a request without data, measure its time, and record whether it failed."""
@@ -300,40 +303,17 @@ class ObjectTier:
         self._set_object_bytes(block, nbytes)
         return True
 
-    def _add_checkpoint(self, checkpoint: DiskCheckpoint) -> None:
-        siblings = self._checkpoints.setdefault(checkpoint.parent, {})
-        if checkpoint.key not in siblings and checkpoint.table_bytes <= self._ram.budget.free_bytes:
-            siblings[checkpoint.key] = checkpoint
+    def _add_checkpoint(self, checkpoint: StoredCheckpoint) -> None:
+        if self._checkpoints.add(checkpoint):
             self._names[checkpoint.key] = self._build_name(checkpoint.parent, "state")
-            self.budget.add("checkpoints", checkpoint.nbytes)
-            self._ram.budget.add("tables", checkpoint.table_bytes)
 
-    def _remove_checkpoint(self, checkpoint: DiskCheckpoint) -> None:
-        if self._checkpoints.get(checkpoint.parent, {}).pop(checkpoint.key, None) is not None:
-            self.budget.remove("checkpoints", checkpoint.nbytes)
-            self._ram.budget.remove("tables", checkpoint.table_bytes)
-        self._names.pop(checkpoint.key, None)
+    def _remove_checkpoint(self, key: bytes) -> None:
+        self._checkpoints.remove(key)
+        self._names.pop(key, None)
 
     def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
         """Return the known checkpoints on the path of a prompt. Their state is not loaded."""
-        found: list[Checkpoint] = []
-        hasher = self._tree.hasher
-        for index, parent in enumerate(hasher.hash_prefixes(entries, salt) if self._checkpoints else ()):
-            start = index * hasher.block_size
-            for stored in self._checkpoints.get(parent, {}).values():
-                if np.array_equal(entries[start : stored.position], stored.rest):
-                    found.append(
-                        Checkpoint(
-                            entries=entries[: stored.position],
-                            state=stored,
-                            salt=salt,
-                            parent=parent,
-                            start=start,
-                            key=stored.key,
-                            tier=self.name,
-                        )
-                    )
-        return found
+        return self._checkpoints.find(entries, salt)
 
     # --- blocks of the tree
 
@@ -357,10 +337,9 @@ class ObjectTier:
 
     def delete_checkpoints(self, keys: AbstractSet[bytes], parents: AbstractSet[bytes]) -> set[bytes]:
         """Delete the known checkpoints with these keys, and those after these blocks; return their keys."""
-        known = [checkpoint for siblings in self._checkpoints.values() for checkpoint in siblings.values()]
-        deleted = [checkpoint for checkpoint in known if checkpoint.key in keys or checkpoint.parent in parents]
+        deleted = self._checkpoints.select(keys, parents)
         for checkpoint in deleted:
-            self._remove_checkpoint(checkpoint)
+            self._remove_checkpoint(checkpoint.key)
             self._submit(functools.partial(self.client.delete, self._build_name(checkpoint.parent, "state")))
         return {checkpoint.key for checkpoint in deleted}
 
@@ -380,9 +359,8 @@ class ObjectTier:
 
     def clear(self) -> None:
         """Delete all objects of this model, for all machines."""
-        for siblings in list(self._checkpoints.values()):
-            for checkpoint in list(siblings.values()):
-                self._remove_checkpoint(checkpoint)
+        for checkpoint in self._checkpoints.list_all():
+            self._remove_checkpoint(checkpoint.key)
         self._searches.clear()
         self._submit(functools.partial(self.client.delete_folder, self._folder))
 
@@ -397,7 +375,7 @@ class ObjectTier:
             is_stored = data.object_bytes > 0
             name = self._name_block(data)
         else:
-            is_stored = data.key in self._checkpoints.get(data.parent, ())
+            is_stored = data.key in self._checkpoints
             name = self._build_name(data.parent, "state")
         if is_stored or (kind, data.key) in self._writing:
             return
@@ -529,14 +507,13 @@ class ObjectTier:
 
     def load_state(self, checkpoint: Checkpoint) -> BackendState:
         """Return a partial state; raise `InvalidState` if it is not the state after the same entries."""
-        assert isinstance(checkpoint.state, DiskCheckpoint)
         try:
             loaded = self._load_file("state", checkpoint.key, checkpoint.position)
             if not np.array_equal(loaded.file.entries, self._interner.to_portable_entries(checkpoint.entries)):
                 raise InvalidState("an object contains other entries than expected")
             return self._backend.deserialize_state(loaded.payload)
         except InvalidState:
-            self._remove_checkpoint(checkpoint.state)
+            self._remove_checkpoint(checkpoint.key)
             raise
 
     def _name_block(self, block: Block) -> str:
