@@ -97,7 +97,7 @@ def list_calls(store_run: Agent, outcomes: list[Outcome]) -> list[str]:
 @pytest.mark.parametrize(
     "count", [pytest.param(20, id="20 calls"), pytest.param(10_000, id="10000 calls", marks=pytest.mark.full)]
 )
-def test_no_call_of_a_child_at_temperature_2_is_outside_its_rights(model: Model, count: int) -> None:
+def test_no_call_of_a_child_at_temperature_2_is_outside_its_rights(count: int) -> None:
     executed: list[str] = []
 
     def build_tool(name: str) -> Any:
@@ -122,8 +122,12 @@ def test_no_call_of_a_child_at_temperature_2_is_outside_its_rights(model: Model,
     limits = Limits(rounds=None, calls=None, repeats=None)
     calls = Limits(rounds=5, calls=None, repeats=None)
     options = {"temperature": 2.0, "max_tokens": 8, "parallel_tool_calls": False}
-    agent = Agent(model, tools=[*map(build_tool, names)], permissions=ALLOW, limits=limits, **options)  # type: ignore[arg-type]
-    outcomes = asyncio.run(call())
+    # Flash attention takes five times as long on a processor for heads of 16 values.
+    with afterglow.load(
+        models.get_path("attention"), context=8192, sequences=4, threads=1, flash_attention=False
+    ) as model:
+        agent = Agent(model, tools=[*map(build_tool, names)], permissions=ALLOW, limits=limits, **options)  # type: ignore[arg-type]
+        outcomes = asyncio.run(call())
     assert set(executed) == {"read_one", "read_two"}
     assert set(list_calls(agent, outcomes)) == {"read_one", "read_two"}
 
