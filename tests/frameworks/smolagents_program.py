@@ -17,5 +17,5 @@ def look(place: str) -> str:
 
 
 model = OpenAIServerModel(sys.argv[2], api_base=f"{sys.argv[1]}/v1", api_key="none", tool_choice=sys.argv[3])
-agent = ToolCallingAgent(tools=[look], model=model, verbosity_level=0)
+agent = ToolCallingAgent(tools=[look], model=model, verbosity_level=0, max_steps=3)
 print(agent.run("Where is the door?"))
