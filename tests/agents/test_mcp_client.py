@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from afterglow.agents import load_mcp_servers, mcp
+from afterglow.agents import Agent, load_mcp_servers, mcp
 from afterglow.agents.execution import MAX_RESULT_CHARACTERS, execute_call
 from afterglow.agents.loop import ToolResult
 from afterglow.agents.mcp_client import McpServer
@@ -147,6 +147,20 @@ async def add(server: McpServer) -> ToolResult:
 
 def test_a_server_in_this_process_is_called() -> None:
     assert asyncio.run(add(mcp(build_official_server(), name="calc"))).text == "3"
+
+
+def test_of_two_tools_with_the_same_name_the_second_is_left_out() -> None:
+    from mcp.server.mcpserver import MCPServer
+
+    server = MCPServer("x")
+    server.add_tool(lambda: "first", name="a b", description="First.")
+    server.add_tool(lambda: "second", name="a_b", description="Second.")
+
+    async def call() -> list[str]:
+        async with Agent.connect("http://localhost:1", tools=[mcp(server, name="x")]) as agent:
+            return [f"{tool.tool.name} {tool.tool.description}" for tool in await agent.open_tools()]
+
+    assert asyncio.run(call()) == ["x.a_b First."]
 
 
 def test_a_server_over_http_is_called() -> None:

@@ -22,6 +22,16 @@ def test_of_equally_specific_rules_deny_wins_over_ask_and_ask_over_allow() -> No
     assert Permissions(rules={"a*": "allow", "*a": "ask"}).find_decision("aa", "read")[0] == "ask"
 
 
+def test_a_name_is_more_specific_than_a_pattern() -> None:
+    rules = {"git.push*": "deny", "git.push": "allow"}
+    assert Permissions(rules=rules).find_decision("git.push", "write")[0] == "allow"  # type: ignore[arg-type]
+
+
+def test_a_set_of_characters_is_less_specific_than_a_character() -> None:
+    rules = {"git.[abcdefghijklmnopqrstuvwxyz]ush*": "allow", "git.push*": "deny"}
+    assert Permissions(rules=rules).find_decision("git.push_all", "write")[0] == "deny"  # type: ignore[arg-type]
+
+
 def test_the_effect_counts_without_a_rule() -> None:
     permissions = Permissions(read="allow", write="ask", external="deny", rules={"other": "allow"})
     assert [permissions.find_decision("x", effect)[0] for effect in ("read", "write", "external")] == [

@@ -1,4 +1,4 @@
-"""An agent of smolagents on an afterglow server: `python smolagents_program.py URL MODEL`."""
+"""An agent of smolagents on an afterglow server: `python smolagents_program.py URL MODEL TOOL_CHOICE`."""
 
 import sys
 
@@ -16,6 +16,6 @@ def look(place: str) -> str:
     return "a door"
 
 
-model = OpenAIServerModel(sys.argv[2], api_base=f"{sys.argv[1]}/v1", api_key="none")
-agent = ToolCallingAgent(tools=[look], model=model, verbosity_level=0)
+model = OpenAIServerModel(sys.argv[2], api_base=f"{sys.argv[1]}/v1", api_key="none", tool_choice=sys.argv[3])
+agent = ToolCallingAgent(tools=[look], model=model, verbosity_level=0, max_steps=3)
 print(agent.run("Where is the door?"))

@@ -39,7 +39,8 @@ class RunState:
     answers: dict[str, Decision] = field(default_factory=dict)  # of the person, by call
     unanswered: set[str] = field(default_factory=set)  # the person was asked in vain; not in a row
     finished_calls: dict[str, ToolResult] = field(default_factory=dict)  # of this history, by id
-    marks: dict[str, int] = field(default_factory=dict)  # number of messages, by name
+    children: list[str] = field(default_factory=list)  # runs that this history started
+    marks: dict[str, tuple[int, int]] = field(default_factory=dict)  # number of messages and of children, by name
     spent: Spent = NOTHING_SPENT
     stopping: str = ""  # the limit after which the last answer follows
 
@@ -76,14 +77,15 @@ class RunState:
             ]
             self.results = {}
 
-    def truncate(self, length: int) -> None:
-        """Keep the first messages of the history, and only what belongs to them. What was spent stays spent."""
+    def truncate(self, length: int, children: int) -> None:
+        """Keep the first messages and children, and only what belongs to them. What was spent stays spent."""
         self.messages, self.results, self.answers, self.stopping = self.messages[:length], {}, {}, ""
+        self.children = self.children[:children]
         kept = {call.id for message in self.messages for call in message.tool_calls}
         for calls in (self.intents, self.positions, self.finished_calls):
             for id in [id for id in calls if id not in kept]:
                 del calls[id]
-        self.marks = {name: position for name, position in self.marks.items() if position <= length}
+        self.marks = {name: mark for name, mark in self.marks.items() if mark[0] <= length and mark[1] <= children}
 
 
 # --- policy
@@ -98,6 +100,12 @@ class Policy:
     allowed: Collection[str]  # names; a child may have less than its parent
     permissions: Permissions = ALLOW_ALL
     limits: Limits = DEFAULT_LIMITS
+    delegate: str = ""  # tool that starts children, which may call all allowed tools
+
+    def may_have_effects(self, name: str) -> bool:
+        """Return whether a call of a tool may change something, by itself or by children."""
+        names = self.allowed if name == self.delegate else (name,)
+        return any(self.effects.get(each, "read") != "read" for each in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +135,7 @@ def judge_call(call: ToolCall, state: RunState, policy: Policy) -> Verdict:
     if decision == "deny":
         return Verdict(call, "deny", f"{call.name} is not permitted: {reason}", "denied")
     refusal = "the person refused this call"
-    if call.id in state.intents and policy.effects[call.name] != "read":
+    if call.id in state.intents and policy.may_have_effects(call.name):
         decision, reason = "ask", "the process ended during this call, and it may have been executed"
         refusal = f"{reason}; it is not repeated"
     if decision == "ask" and (answer := state.answers.get(call.id)) is not None:
@@ -144,7 +152,7 @@ def find_repeated(call: ToolCall, state: RunState, policy: Policy) -> ToolResult
         if normalize_call(earlier) == key:
             result = state.finished_calls.get(id)
             return result if result is not None and result.status == "ok" else None
-        if policy.effects.get(earlier.name) != "read":
+        if policy.may_have_effects(earlier.name):
             return None
     return None
 
@@ -155,7 +163,7 @@ def count_repeats(call: ToolCall, state: RunState, policy: Policy) -> int:
     for earlier in reversed([call for message in state.messages for call in message.tool_calls]):
         if normalize_call(earlier) == key:
             count += 1
-        elif policy.effects.get(earlier.name, "read") != "read":
+        elif policy.may_have_effects(earlier.name):
             break
     return count
 

@@ -149,8 +149,12 @@ class McpServer:
             raise ToolServerFailed(self.name, f"its tools cannot be listed: {self._describe(error)}") from None
         if len(found) > MAX_TOOLS:
             raise ToolServerFailed(self.name, f"it has more than {MAX_TOOLS} tools")
-        tools = [self._build_tool(description) for description in found]
-        return [tool for tool in tools if tool is not None]
+        tools: dict[str, AgentTool] = {}
+        for tool in filter(None, map(self._build_tool, found)):
+            if tool.tool.name in tools:
+                logger.warning("a second tool %s of the MCP server %s is left out", tool.tool.name, self.name)
+            tools.setdefault(tool.tool.name, tool)
+        return list(tools.values())
 
     async def close(self) -> None:
         """End the connection and the process with everything that it started."""

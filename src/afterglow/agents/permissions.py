@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
@@ -14,7 +15,7 @@ Decision: TypeAlias = Literal["allow", "ask", "deny"]
 EFFECTS: tuple[Effect, ...] = get_args(Effect)
 DECISIONS: tuple[Decision, ...] = get_args(Decision)
 STRICTEST_FIRST: tuple[Decision, ...] = ("deny", "ask", "allow")
-WILDCARDS = frozenset("*?[]")
+WILDCARD = re.compile(r"[*?]|\[!?\]?[^\]]*\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,8 @@ class Permissions:
     """What happens to a call: it is executed, a person is asked, or it is denied.
 
     `read`, `write` and `external` are for the effect of a tool. `rules` are for names and patterns of names and come
-    first: of the rules that match, the one with the most literal characters counts, and of equal ones the strictest.
+    first: of the rules that match, the name counts, then the pattern with the most literal characters, and of equal
+    ones the strictest.
 
     >>> permissions = Permissions(write="allow", rules={"git.*": "ask", "git.push*": "deny"})
     >>> permissions.find_decision("git.push", "write")
@@ -49,7 +51,9 @@ class Permissions:
         if not matching:
             decision: Decision = getattr(self, effect)
             return decision, f"the effect {effect}"
-        pattern = min(matching, key=lambda rule: (-count_literals(rule), STRICTEST_FIRST.index(self.rules[rule])))
+        pattern = min(
+            matching, key=lambda rule: (rule != name, -count_literals(rule), STRICTEST_FIRST.index(self.rules[rule]))
+        )
         return self.rules[pattern], f"the rule {pattern}"
 
 
@@ -60,10 +64,10 @@ ALLOW_ALL = Permissions(read="allow", write="allow", external="allow")
 def count_literals(pattern: str) -> int:
     """Return the number of characters of a pattern that are no wildcards.
 
-    >>> count_literals("git.push*")
-    8
+    >>> count_literals("git.push*"), count_literals("git.[a-z]*")
+    (8, 4)
     """
-    return sum(character not in WILDCARDS for character in pattern)
+    return len(WILDCARD.sub("", pattern))
 
 
 def select_names(allow: Collection[str], effects: Mapping[str, Effect]) -> frozenset[str]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from afterglow.api.options import SamplingOptions, check_options
+from afterglow.api.options import ChatGenerationOptions, SamplingOptions, check_options
 from afterglow.errors import InvalidArgument
 
 FENCE = "---"
@@ -55,18 +55,19 @@ def parse_role(text: str, where: str) -> Role:
     allow = fields.get("allow")
     if allow is not None and not (isinstance(allow, list) and all(isinstance(word, str) for word in allow)):
         raise InvalidArgument("roles", f"`allow` of {where} must be a list of effects and tools, not {allow!r}")
-    sampling = {key: value for key, value in fields.items() if key not in ROLE_FIELDS}
+    options = {key: value for key, value in fields.items() if key not in ROLE_FIELDS}
+    limit = {"max_tokens": fields["max_tokens"]} if "max_tokens" in fields else {}
     try:
-        check_options(SamplingOptions, sampling, others=ROLE_FIELDS)
+        check_options(SamplingOptions, options, others=ROLE_FIELDS)
+        check_options(ChatGenerationOptions, limit)
     except InvalidArgument as error:
         raise InvalidArgument("roles", f"{where}: {error}") from None
-    limit = {"max_tokens": fields["max_tokens"]} if "max_tokens" in fields else {}
     return Role(
         name=str(fields.get("name") or Path(where).stem),
         description=str(fields.get("description", "")),
         instructions=body.strip(),
         allow=None if allow is None else tuple(allow),
-        options={**sampling, **limit},
+        options={**options, **limit},
     )
 
 

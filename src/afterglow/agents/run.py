@@ -27,7 +27,15 @@ from afterglow.agents.events import (
     Thought,
 )
 from afterglow.agents.execution import execute_call
-from afterglow.agents.limits import DEFAULT_LIMITS, Limits, Spent, find_reached_limit, find_remaining, share_limits
+from afterglow.agents.limits import (
+    DEFAULT_LIMITS,
+    SHARED_AMONG_CHILDREN,
+    Limits,
+    Spent,
+    find_reached_limit,
+    find_remaining,
+    share_limits,
+)
 from afterglow.agents.loop import Ask, Execute, Finish, Generate, Policy, RunState, ToolResult, Verdict, decide
 from afterglow.agents.permissions import Decision, select_names
 from afterglow.agents.resources import AgentResources
@@ -89,6 +97,7 @@ class Run:
         self.spec = spec
         self.id = id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
         self.outcome: Outcome | None = None
+        self.failure: AfterglowError | None = None  # that ended a child
         self._parse = parse
         self._state = RunState(messages=list(spec.history))
         self._tools: dict[str, AgentTool] = {}
@@ -96,6 +105,7 @@ class Run:
         self._resumed_from: Mapping[str, Any] | None = None  # first row of a restored run
         self._given_answers: Mapping[str, Decision] = {}
         self._running: set[str] = set()  # calls
+        self._running_children: list[Run] = []
         self._epoch = 0  # counts changes of the history from outside
         self._active: AsyncGenerator[AgentEvent, None] | None = None
         self._new_events: list[AgentEvent] = []
@@ -217,6 +227,7 @@ class Run:
             for done in asyncio.as_completed(tasks):
                 call, result, seconds = await done
                 self._running.discard(call.id)
+                seconds = 0.0 if call.name == DELEGATE else seconds  # those of its child are counted
                 self._write(("result", build_result(call, result, Spent(calls=1, seconds=seconds))))
                 yield Result(call, result.text, result.status)
         finally:
@@ -316,6 +327,7 @@ class Run:
             allowed={name for name in names if permissions.find_decision(name, effects[name])[0] != "deny"},
             permissions=permissions,
             limits=self.spec.limits,
+            delegate=DELEGATE if self.agent.roles else "",
         )
 
     def _describe_start(self) -> dict[str, Any]:
@@ -325,6 +337,7 @@ class Run:
             "task": spec.task,
             "history": [to_openai_message(message) for message in spec.history],
             "tools": [tool.tool.definition for tool in self._tools.values()],
+            "effects": {name: tool.effect for name, tool in self._tools.items()},
             "allow": None if spec.allow is None else sorted(spec.allow),
             "limits": asdict(spec.limits),
             "permissions": {**asdict(permissions), "rules": dict(permissions.rules)},
@@ -365,13 +378,14 @@ class Run:
     @property
     def marks(self) -> dict[str, Mark]:
         """Marks by name, those of a resumed run included."""
-        return {name: Mark(name, position) for name, position in self._state.marks.items()}
+        return {name: Mark(name, position) for name, (position, _) in self._state.marks.items()}
 
     def rewind(self, mark: Mark | str, *, note: str = "", effects: str = "refuse") -> None:
         """Return to a mark: the history after it is dropped, and its prefix is cached exactly.
 
-        `note` is told to the model. Nothing that calls did is undone. If calls with effects came after the mark, the
-        rewind is refused, unless `effects` is `keep`: then a message tells the model which calls were executed.
+        `note` is told to the model. Nothing that calls did is undone. If calls with effects came after the mark, also
+        of children, the rewind is refused, unless `effects` is `keep`: then a message tells the model which calls were
+        executed.
         """
         if effects not in ("refuse", "keep"):
             raise InvalidArgument("effects", f"must be 'refuse' or 'keep', not {effects!r}")
@@ -383,6 +397,10 @@ class Run:
         state = self._state
         left = [call for id, call in state.intents.items() if state.positions[id] >= position]
         kept = [call for call in left if self._get_effect(call.name) != "read"]
+        name = mark.name if isinstance(mark, Mark) else mark
+        known, children = state.marks.get(name, (None, 0))
+        children = children if known == position else 0
+        kept += self._find_effects(state.children[children:])
         if kept and effects == "refuse":
             raise UnsupportedOperation(
                 "rewind", f"{format_calls(kept)} had effects, which stay: effects='keep' rewinds and tells the model"
@@ -391,7 +409,7 @@ class Run:
         if kept:
             notice.append(f"These calls were executed and are not undone: {format_calls(kept)}.")
         rows: list[tuple[str, Mapping[str, Any]]] = [
-            ("rewind", {"position": position, "note": note, "effects": effects})
+            ("rewind", {"position": position, "children": children, "note": note, "effects": effects})
         ]
         if notice:
             message = Message(role="user", content="\n".join(notice))
@@ -406,8 +424,22 @@ class Run:
         return self.marks[name]
 
     def _get_effect(self, name: str) -> str:
-        tool = self._tools.get(name)
-        return "external" if tool is None else tool.effect
+        if name in self._tools:
+            return self._tools[name].effect
+        before: Mapping[str, str] = (self._resumed_from or {}).get("effects", {})
+        return before.get(name, "external")
+
+    def _find_effects(self, children: Sequence[str]) -> list[ToolCall]:
+        """Return the calls with effects that children, and children of them, have made."""
+        found: list[ToolCall] = []
+        pending = list(children)
+        while pending:
+            for row in self.agent.store.read(pending.pop(0), missing_ok=True):
+                if row.kind == "intent" and self._get_effect(row.body["call"]["name"]) != "read":
+                    found.append(ToolCall(**row.body["call"]))
+                elif row.kind == "forked":
+                    pending += row.body["children"]
+        return found
 
     # --- children
 
@@ -433,6 +465,13 @@ class Run:
             for task in tasks
         ]
         return await self._run_children(children)
+
+    async def _give_task(self, task: str, role: str) -> Outcome:
+        """Give a task to a role, for a call of the model. All such calls of its message share what is left."""
+        calls = [call for call in self._state.pending if call.name == DELEGATE]
+        count = max(1, len(calls) - len(self._running_children))
+        (outcome,) = await self._run_children([self._build_child(task, count, role=role, options={})])
+        return outcome
 
     async def branches(
         self,
@@ -460,36 +499,41 @@ class Run:
             )
             children.append(child)
         self._announce(children)
-        tasks = {asyncio.create_task(child._drive()): child for child in children}
+        tasks = {asyncio.create_task(child._drive_safely()): child for child in children}
         try:
             for done in asyncio.as_completed(tasks):
                 outcome = await done
                 if await is_accepted(accept, outcome):
                     return outcome
-            return None
         finally:
-            for task, child in tasks.items():
-                if not task.done():
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
-                    child._write(("finished", {"status": "cancelled", "reason": "another branch was accepted"}))
-            self._charge(children)
+            await self._end_children(tasks, "another branch was accepted")
+        if all(child.failure is not None for child in children):
+            raise children[0].failure  # type: ignore[misc]
+        return None
 
     async def _run_children(self, children: Sequence[Run]) -> list[Outcome]:
         self._announce(children)
-        tasks = [asyncio.create_task(child._drive_safely()) for child in children]
+        tasks = {asyncio.create_task(child._drive_safely()): child for child in children}
         try:
             return list(await asyncio.gather(*tasks))
         finally:
-            for task in tasks:
+            await self._end_children(tasks, "the run above it was cancelled")
+
+    async def _end_children(self, tasks: Mapping[asyncio.Task[Outcome], Run], reason: str) -> None:
+        """Cancel the children that still run, and count what all of them spent."""
+        for task, child in tasks.items():
+            if not task.done():
                 task.cancel()
-            self._charge(children)
+                await asyncio.gather(task, return_exceptions=True)
+                child._write(("finished", {"status": "cancelled", "reason": reason}))
+        self._charge(list(tasks.values()))
 
     async def _drive_safely(self) -> Outcome:
         """Run to the end. An error is an outcome: it must not end the siblings."""
         try:
             return await self._drive()
         except AfterglowError as error:
+            self.failure = error
             self._write(("finished", {"status": "failed", "reason": str(error)}))
             return Outcome(run_id=self.id, status="failed", reason=str(error), spent=self.spent)
 
@@ -525,7 +569,7 @@ class Run:
             task=task or self.spec.task,
             history=history,
             allow=rights,
-            limits=share_limits(self._policy.limits, self._state.spent, count, limits),
+            limits=share_limits(self._policy.limits, self._state.spent.add(self._count_lent()), count, limits),
             options={**(self.spec.options or {}), **(given.options if given else {}), **options},
             output=schema,
             parent=self.id,
@@ -533,7 +577,13 @@ class Run:
         )
         return Run(self.agent, spec, parse=parse)
 
+    def _count_lent(self) -> Spent:
+        """Return what the children that run now may spend."""
+        limits = [child.spec.limits for child in self._running_children]
+        return Spent(**{name: sum(getattr(limit, name) or 0 for limit in limits) for name in SHARED_AMONG_CHILDREN})
+
     def _announce(self, children: Sequence[Run]) -> None:
+        self._running_children += children
         ids = tuple(child.id for child in children)
         self._write(("forked", {"children": ids}))
         self._new_events.append(Forked(ids))
@@ -542,9 +592,10 @@ class Run:
         """Count what the children spent. They ran side by side, so that rounds and seconds are those of the longest."""
         if not children:
             return
+        self._running_children = [child for child in self._running_children if child not in children]
         spents = [child.spent for child in children]
         total = Spent(
-            **{name: sum(getattr(spent, name) for spent in spents) for name in ("computed", "generated", "calls")},
+            **{name: sum(getattr(spent, name) for spent in spents) for name in SHARED_AMONG_CHILDREN},
             seconds=max(spent.seconds for spent in spents),
         )
         self._write(("spent", {"spent": asdict(total)}))
@@ -607,10 +658,12 @@ def apply_row(state: RunState, kind: str, body: Mapping[str, Any]) -> None:
             state.answers[body["call"]] = body["decision"]
         case "spent":
             state.spent = state.spent.add(spent)
+        case "forked":
+            state.children += body["children"]
         case "mark":
-            state.marks[body["name"]] = body["position"]
+            state.marks[body["name"]] = body["position"], len(state.children)
         case "rewind":
-            state.truncate(body["position"])
+            state.truncate(body["position"], body.get("children", 0))
 
 
 def build_result(call: ToolCall, result: ToolResult, spent: Spent) -> dict[str, Any]:
@@ -690,7 +743,7 @@ def build_delegate_tool(run: Run) -> AgentTool:
 
     async def execute(arguments: str) -> Any:
         values = pydantic.TypeAdapter(dict[str, str]).validate_json(arguments)
-        (outcome,) = await run.fork([values["task"]], role=values["role"])
+        outcome = await run._give_task(values["task"], values["role"])
         return outcome.text if outcome else f"{outcome.status}: {outcome.reason} {outcome.text}".strip()
 
     properties = {

@@ -102,13 +102,13 @@ class RunStore(Closeable):
                     (run, now, kind, text, digest),
                 )
 
-    def read(self, run: str) -> list[Row]:
-        """Return the rows of a run. Raises `InvalidArgument` if there is no such run."""
+    def read(self, run: str, *, missing_ok: bool = False) -> list[Row]:
+        """Return the rows of a run. Raises `InvalidArgument` if there is no such run, unless it may be missing."""
         with self._database.connection() as connection:
             found = connection.execute(
                 "SELECT id, run, time, kind, body, digest FROM rows WHERE run = ? ORDER BY id", (run,)
             ).fetchall()
-        if not found:
+        if not found and not missing_ok:
             raise InvalidArgument("run", f"there is no run {run!r} in {self.path or 'memory'}; `afterglow runs list`")
         return [Row(id, run, created, kind, json.loads(body), digest) for id, run, created, kind, body, digest in found]
 

@@ -6,6 +6,7 @@ Only the last block of a prompt may be shorter.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import time
 from collections.abc import Iterator
@@ -134,7 +135,7 @@ class BlockTree:
         self.holders: list[BlockHolder] = []  # the tiers
         self._interner = interner
         self._by_key: dict[bytes, Block] = {}
-        self._children: dict[bytes, list[Block]] = {}  # by parent key
+        self._children: dict[bytes, list[Block]] = {}  # by parent key, in the order of `get_sort_key`
         self.loss_count = 0  # number of blocks removed so far
 
     def __len__(self) -> int:
@@ -170,8 +171,10 @@ class BlockTree:
             full_block = self._by_key.get(self.hasher.hash_block(parent, entries))
             if full_block is not None and np.array_equal(full_block.entries, portable):
                 return full_block, len(entries)
+        siblings = self.get_children(parent)
+        place = bisect.bisect_left(siblings, portable.tobytes(), key=get_sort_key)
         best, best_length = None, 0
-        for child in self.get_children(parent):
+        for child in siblings[max(0, place - 1) : place + 1]:  # the longest common prefix is that of a neighbor
             shared = common_prefix_length(child.entries, portable)
             if shared > best_length:
                 best, best_length = child, shared
@@ -187,21 +190,29 @@ class BlockTree:
     def add(self, block: Block) -> list[Block]:
         """Add a block; remove and return the shorter blocks that it makes redundant. It replaces one with its key."""
         assert block.start == 0 or block.parent in self._by_key, "the parent of the block is not in the tree"
-        redundant = [
-            sibling
-            for sibling in self.get_children(block.parent)
-            if sibling.key != block.key
-            and len(sibling.entries) < len(block.entries)
-            and common_prefix_length(sibling.entries, block.entries) == len(sibling.entries)
-        ]
+        redundant = self._find_shorter(block)
         for sibling in redundant:
             self._unlink(sibling)
         if (replaced := self._by_key.get(block.key)) is not None:
             self._forget(replaced)
         self._by_key[block.key] = block
         self.budget.add("tables", block.table_bytes)
-        self._children.setdefault(block.parent, []).append(block)
+        bisect.insort(self._children.setdefault(block.parent, []), block, key=get_sort_key)
         return redundant
+
+    def _find_shorter(self, block: Block) -> list[Block]:
+        """Return the siblings whose entries are a prefix of those of a block, without one of the same length."""
+        siblings, found, length = self.get_children(block.parent), [], len(block.entries) - 1
+        while length > 0:
+            place = bisect.bisect_right(siblings, block.entries[:length].tobytes(), key=get_sort_key)
+            if place == 0:
+                break
+            sibling = siblings[place - 1]
+            shared = common_prefix_length(sibling.entries, block.entries[:length])
+            if shared == len(sibling.entries):
+                found.append(sibling)
+            length = shared if shared < len(sibling.entries) else shared - 1
+        return found
 
     def remove(self, block: Block) -> None:
         """Remove a block and all its descendants, unless it has left the tree already."""
@@ -226,6 +237,12 @@ class BlockTree:
         self.budget.remove("tables", block.table_bytes)
         del self._by_key[block.key]
         siblings = self._children[block.parent]
-        siblings.remove(block)
+        place = bisect.bisect_left(siblings, get_sort_key(block), key=get_sort_key)
+        del siblings[siblings.index(block, place)]
         if not siblings:
             del self._children[block.parent]
+
+
+def get_sort_key(block: Block) -> bytes:
+    """Return the key by which siblings are sorted: of two blocks, the nearer one shares the longer prefix."""
+    return block.entries.tobytes()

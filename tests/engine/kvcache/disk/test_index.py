@@ -233,3 +233,14 @@ def test_an_eviction_that_is_interrupted_leaves_no_file_without_those_before_it(
     assert len(files) > 5
     order = {file.key: position for position, file in enumerate(files)}
     assert all(order[file.key] < order[file.parent] for file in files if file.start)
+
+
+def test_the_bytes_of_files_are_counted_without_reading_their_rows(folder):
+    """A row contains the entries of its file, and the bytes are counted before every write."""
+    connection = sqlite3.connect(folder / INDEX_FILE_NAME)
+    for condition in ("", f"WHERE {disk_index.PINNED_CONDITION}"):
+        query = f"EXPLAIN QUERY PLAN SELECT SUM(nbytes) FROM items {condition}"
+        plan = [row[-1] for row in connection.execute(query, [0.0] if condition else [])]
+        assert all("items USING" not in step or "COVERING INDEX" in step for step in plan), plan
+        assert any("COVERING INDEX" in step for step in plan), plan
+    connection.close()

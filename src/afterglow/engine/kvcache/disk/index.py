@@ -42,6 +42,7 @@ CREATE TABLE IF NOT EXISTS items (
     hits INTEGER NOT NULL DEFAULT 0, pinned INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS items_by_parent ON items (parent);
+CREATE INDEX IF NOT EXISTS items_by_pin ON items (pinned, nbytes);
 """
 logger = logging.getLogger("afterglow.engine.kvcache.disk.index")
 COLUMNS = "number, name, model, kind, key, parent, start, entries, cells, nbytes, seconds, last_used, hits, pinned"
