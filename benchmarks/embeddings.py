@@ -5,10 +5,11 @@ search are; in a second run they share an instruction, as models for retrieval e
 instruction once.
 
 The last rows are what llama.cpp itself gains, without a server: the processor time of one decode for each text against
-decodes of many, of the same texts. A CPU whose cores are busy with the rows of one text gains little from more rows;
-what a batch saves there is the overhead of the requests.
+decodes of up to 32, 128 and 512 rows, of the same texts. A CPU whose cores are busy with the rows of one text gains
+little from more rows; what a batch saves there is the overhead of the requests. On a GPU the elapsed time is measured.
 
     python benchmarks/embeddings.py [--quick] [--threads N] [--only embedding,attention,smollm2]
+    AFTERGLOW_LIBLLAMA=DIRECTORY python benchmarks/embeddings.py --gpu --only smollm2
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from report import Row, print_report
 from synthetic_inputs import random_text
 
 from afterglow import registry
-from afterglow.engine.pooling import PoolingContext, choose_rows, count_fitting_texts
+from afterglow.engine.pooling import PoolingContext, count_fitting_texts
 from afterglow.llama.context import LlamaContext
-from afterglow.llama.model import LlamaModel
+from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
 
@@ -43,6 +44,7 @@ INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages th
 PARTS = 4
 TEXT_WORDS = (3, 12)
 MODELS = ("embedding", "attention", "smollm2")
+DECODE_ROWS = (32, 128, 512)  # of the measurement without a server
 
 
 def build_texts(count: int, prefix: str) -> list[str]:
@@ -65,42 +67,62 @@ def get_model_path(name: str) -> Path:
     return registry.pull("smollm2") if name == "smollm2" else models.get_path(name)
 
 
-def measure_library(name: str, count: int, threads: int) -> list[Row]:
-    """Compute the texts in llama.cpp, one decode each and many per decode; return the processor times."""
-    with LlamaModel.load(get_model_path(name)) as model:
+def measure_library(name: str, count: int, threads: int, gpu_layers: int) -> list[Row]:
+    """Compute the texts in llama.cpp, one decode each and many per decode; return the times, the shortest of three."""
+    clock = time.perf_counter if gpu_layers else time.process_time
+    with LlamaModel.load(get_model_path(name), ModelSettings(gpu_layers=gpu_layers)) as model:
         target = LlamaContext(model, ContextSettings(cells=512, threads=threads))
-        rows = choose_rows(target.batch.capacity, on_gpu=False)
-        context = PoolingContext(target, "embedding", rows)
         texts = [model.vocabulary.tokenize(text) for text in build_texts(count, "")]
-        context.pool((), texts[:1])
+        longest = max(map(len, texts))
 
-        def time_decodes(groups: Sequence[Sequence[Sequence[int]]]) -> float:
-            started = time.process_time()
-            for group in groups:
-                context.pool((), group)
-            return time.process_time() - started
+        def time_decodes(rows: int, groups: Sequence[Sequence[Sequence[int]]]) -> float:
+            with PoolingContext(target, "embedding", max(rows, longest)) as context:
+                context.pool((), texts[:1])
+                times = []
+                for _ in range(3):
+                    started = clock()
+                    for group in groups:
+                        context.pool((), group)
+                    times.append(clock() - started)
+            return min(times)
 
-        groups, position = [], 0
-        while position < len(texts):
-            size = count_fitting_texts([len(text) for text in texts[position:]], rows)
-            groups.append(texts[position : position + size])
-            position += size
-        single, together = time_decodes([[text] for text in texts]), time_decodes(groups)
-    note = f"{single / together:.1f} times as fast"
+        single = time_decodes(longest, [[text] for text in texts])
+        together = {rows: time_decodes(rows, group_texts(texts, rows)) for rows in DECODE_ROWS}
     return [
         Row(f"{name}: llama.cpp alone, one by one", single, "s"),
-        Row(f"{name}: llama.cpp alone, together", together, "s", share=together / single, note=note),
+        *(
+            Row(
+                f"{name}: llama.cpp alone, up to {rows} rows",
+                seconds,
+                "s",
+                share=seconds / single,
+                note=f"{single / seconds:.2f} times as fast",
+            )
+            for rows, seconds in together.items()
+        ),
     ]
 
 
-def measure(name: str, count: int, prefix: str, threads: int) -> list[Row]:
+def group_texts(texts: Sequence[Sequence[int]], rows: int) -> list[Sequence[Sequence[int]]]:
+    """Divide texts into decodes of up to `rows` tokens."""
+    groups, position = [], 0
+    while position < len(texts):
+        size = count_fitting_texts([len(text) for text in texts[position:]], rows)
+        groups.append(texts[position : position + size])
+        position += size
+    return groups
+
+
+def measure(name: str, count: int, prefix: str, threads: int, gpu_layers: int) -> list[Row]:
     """Embed the texts one by one and together; return the times and the smallest cosine."""
     path = get_model_path(name)
     texts = build_texts(count, prefix)
     size = -(-count // PARTS)
     single_seconds, batch_seconds, cosine, computed, tokens = 0.0, 0.0, 1.0, 0, 0
     with tempfile.TemporaryDirectory(prefix="afterglow-embeddings-") as folder:
-        server = Afterglow(ServerSize(model=path, threads=threads, slots=4, context=512), Path(folder))
+        server = Afterglow(
+            ServerSize(model=path, threads=threads, slots=4, context=512, gpu_layers=gpu_layers), Path(folder)
+        )
         server.start()
         try:
             connection = http.client.HTTPConnection(server.host, server.port, timeout=900)
@@ -138,15 +160,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="100 texts instead of 1,000")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
+    parser.add_argument("--gpu", action="store_true", help="all layers on the GPU")
     arguments = parser.parse_args()
+    sizes = {"threads": arguments.threads, "gpu_layers": -1 if arguments.gpu else 0}
     count = 100 if arguments.quick else 1000
     rows = [
         row
         for name in arguments.only.split(",")
         for prefix in ("", INSTRUCTION)
-        for row in measure(name, count, prefix, arguments.threads)
+        for row in measure(name, count, prefix, **sizes)
     ]
-    rows += [row for name in arguments.only.split(",") for row in measure_library(name, count, arguments.threads)]
+    rows += [row for name in arguments.only.split(",") for row in measure_library(name, count, **sizes)]
     return print_report("embeddings", rows)
 
 

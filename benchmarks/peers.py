@@ -39,6 +39,7 @@ class ServerSize:
     eog_tokens: frozenset[int] = frozenset()  # end-of-generation tokens of the model
     projector: Path | None = None
     template: Path | None = None  # replaces the chat template of the model
+    gpu_layers: int | None = None  # of afterglow; None: its default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +188,8 @@ class Afterglow(Peer):
         serve = [sys.executable, "-m", "afterglow.cli.main", "serve", f"model={size.model}", "--port", "0"]
         projector = ["--projector", size.projector] if size.projector else []
         template = ["--chat-template", size.template] if size.template else []
-        return [*serve, *map(str, [*sizes, *projector, *template])]
+        layers = [] if size.gpu_layers is None else ["--gpu-layers", size.gpu_layers]
+        return [*serve, *map(str, [*sizes, *projector, *template, *layers])]
 
     def build_environment(self) -> dict[str, str]:
         settings = self.directory / "settings.toml"  # so that the user's settings do not apply

@@ -184,12 +184,42 @@ def test_memory_that_ram_and_gpu_share_is_counted_once() -> None:
 def test_what_cannot_fit_is_refused_with_the_numbers_and_what_fits(ram, options, advice) -> None:
     with pytest.raises(OutOfMemory, match=advice) as caught:
         plan("dense 8B", ram, **options)
-    assert caught.value.needed_bytes > caught.value.available_bytes - ram * GIB // 4
+    assert caught.value.needed_bytes > caught.value.available_bytes
     assert caught.value.available_bytes == ram * GIB
     name, _, value = caught.value.advice.partition(" ")[0].partition("=")
     if value:
         fixed = {**options, name: value == "True" if value in ("True", "False") else int(value)}
         assert plan("dense 8B", ram, **fixed).options[name] == fixed[name]
+
+
+def test_the_context_that_a_refusal_names_is_the_longest_that_fits() -> None:
+    with pytest.raises(OutOfMemory, match=r"context=\d+ fits") as caught:
+        plan("dense 8B", 12, context=1_000_000, sequences=1)
+    context = int(caught.value.advice.partition(" ")[0].removeprefix("context="))
+    assert plan("dense 8B", 12, context=context, sequences=1).options["context"] == context
+    with pytest.raises(OutOfMemory):
+        plan("dense 8B", 12, context=context + 1024, sequences=1)
+
+
+def test_memory_for_less_than_the_reserve_is_refused_with_a_context_that_fits() -> None:
+    smallest = next(mib for mib in range(1024, 16 * 1024, 16) if try_plan("dense 8B", mib / 1024, context=1024))
+    with pytest.raises(OutOfMemory, match=r"context=1024 fits") as caught:
+        plan("dense 8B", smallest / 1024)
+    assert caught.value.needed_bytes > caught.value.available_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "full precision"),
+        ({"cache_type_k": "q8_0"}, "given"),
+        ({"cache_type_k": "q8_0", "cache_type_v": "q8_0"}, "given"),
+        ({"cache_type_v": "f16"}, "full precision"),
+    ],
+)
+def test_the_reason_for_cache_types_is_true(options, reason) -> None:
+    (line,) = [line for line in plan("dense 8B", 64, **options).lines if line.name == "KV cache"]
+    assert line.reason == reason
 
 
 @pytest.mark.native

@@ -23,7 +23,6 @@ REFUSED = {
     "lora": "adapters are not part of this comparison: the file cannot be fetched",
     "model_draft": "the draft model cannot be fetched",
     "hf_repo_draft": "the draft model cannot be fetched",
-    "reranking": "the model is no reranker",
     "cors_origins": "origins are listed one by one (--allow-origin)",
     "ui_mcp_proxy": "the server forwards no requests",
     "tools": "the server runs no tools",
@@ -41,7 +40,10 @@ REFUSED = {
     "models_max": "one model is served",
 }
 # Flags that describe what the server does anyway, or that only matter to llama-server's own programs.
-IMPLIED = {"offline", "cont_batching", "embedding", "jinja", "ui", "no_mmproj", "models_autoload", "cache_idle_slots"}
+IMPLIED = {
+    *("offline", "cont_batching", "embedding", "reranking", "jinja", "ui", "no_mmproj", "models_autoload"),
+    "cache_idle_slots",
+}
 # Flags that take the same value under another name.
 RENAMED = {
     "temp": "--temperature",

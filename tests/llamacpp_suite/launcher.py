@@ -1,6 +1,7 @@
 """Program that llama.cpp's server tests start instead of llama-server: `launcher.py PEER FLAG…`.
 
-It replaces every model by SmolLM2 and starts llama-server or afterglow with the flags. An unknown flag ends it.
+It replaces every model by SmolLM2, or by the tiny reranker of `afterglow.testing` if the server is to rank, and starts
+llama-server or afterglow with the flags. An unknown flag ends it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 MODEL_VARIABLE = "LLAMA_SUITE_MODEL"  # path of the model that replaces all others
+RERANKER_VARIABLE = "LLAMA_SUITE_RERANKER"  # path of the model that replaces rerankers
 PEERS = {  # modules that start them
     "llama-server": "llamacpp_suite.llama_server",
     "afterglow": "llamacpp_suite.afterglow_server",
@@ -71,7 +73,8 @@ def main() -> None:
     if not any((flags.model, flags.model_url, flags.hf_repo)):
         raise SystemExit("launcher: a router without a model is not part of this comparison")
     sys.path[0] = str(Path(__file__).parents[1])  # instead of this folder
-    importlib.import_module(PEERS[flags.peer]).serve(flags, Path(os.environ[MODEL_VARIABLE]))
+    model = Path(os.environ[RERANKER_VARIABLE if flags.reranking else MODEL_VARIABLE])
+    importlib.import_module(PEERS[flags.peer]).serve(flags, model)
 
 
 if __name__ == "__main__":

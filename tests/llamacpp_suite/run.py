@@ -26,6 +26,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))
 
 from afterglow import registry  # noqa: E402
+from afterglow.testing import models  # noqa: E402
 from llamacpp_suite import afterglow_server, launcher, pool, suite_plugin  # noqa: E402
 from support.fetched import CACHE_DIRECTORY, LLAMA_CPP, fetch_files  # noqa: E402
 
@@ -90,6 +91,7 @@ def run_suite(
         "LLAMA_SERVER_BIN_PATH": str(program),
         "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]),
         launcher.MODEL_VARIABLE: str(registry.pull("smollm2")),
+        launcher.RERANKER_VARIABLE: str(models.get_path("reranker")),
         afterglow_server.DIRECTORY_VARIABLE: str(directory),
         suite_plugin.OUTCOMES_VARIABLE: str(outcomes),
     }

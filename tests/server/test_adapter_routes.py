@@ -180,6 +180,8 @@ def test_the_models_route_lists_adapters(client, adapter_server):
         ("small", [{"id": 7}], "lora", "'small' has 3 adapters; there is no `id` 7"),
         ("small", [{"scale": 1}], "lora", "must have either `name` or `id`"),
         ("small+style@much", None, "model", "the scale of 'style' must be a number, not 'much'"),
+        ("small+style@1e30", None, "model", "must have a scale from -100 to 100 for 'style', not 1e+30"),
+        ("small+style@nan", None, "model", "must have a scale from -100 to 100 for 'style', not nan"),
         ("small+style", [{"name": "style"}], "lora", "has 'style' twice"),
         ("other+style", None, "model", "it was loaded without adapters"),
     ],

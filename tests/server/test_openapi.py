@@ -32,6 +32,8 @@ ROUTES = {
     "/v1/rerank",
     "/v2/rerank",
     "/rerank",
+    "/v1/reranking",
+    "/reranking",
     "/v1/models",
     "/v1/models/{name}",
     "/v1/health",

@@ -344,23 +344,33 @@ class _Planner:
         use = self._measure(self._change(smallest))
         advice = self._find_advice() or "use a smaller model or quantization, or free memory"
         if use.gpu_bytes > self._gpu_limit:
-            return OutOfMemory(use.gpu_bytes, self._gpu_free, advice)
+            return OutOfMemory(use.gpu_bytes + self._gpu_free - self._gpu_limit, self._gpu_free, advice)
         gpu_free = 0 if "gpu_layers" in self._given or self._memory.shares_ram else self._gpu_free
-        return OutOfMemory(use.ram_bytes + self._min_ram_cache_bytes, self._memory.ram_bytes + gpu_free, advice)
+        needed = use.ram_bytes + self._min_ram_cache_bytes + self._memory.ram_bytes - self._ram_limit
+        return OutOfMemory(needed, self._memory.ram_bytes + gpu_free, advice)
 
     def _find_advice(self) -> str | None:
-        """Return the first given option without which the model fits, with a value that fits."""
-        for name in ("context", "sequences", "kv_unified", "gpu_layers", "cpu_moe_layers", "ram_cache_bytes"):
+        """Return the longest context that fits, or the first given option without which the model fits and a value."""
+        if (context := self._find_longest_context()) is not None:
+            return f"context={context} fits"
+        for name in ("sequences", "kv_unified", "gpu_layers", "cpu_moe_layers", "ram_cache_bytes"):
             if name not in self._given:
                 continue
-            planner = _Planner(
-                self._facts, cast(LoadOptions, {**self._options, name: None}), self._memory, self._companions
-            )
-            if name == "context":
-                planner.longest = self._given[name]
+            planner = self._replace_option(name, None)
             if (candidate := planner.choose()) is not None:
                 return f"{name}={planner.build_plan(candidate).options[name]} fits"
         return None
+
+    def _find_longest_context(self) -> int | None:
+        """Return the longest context that fits if it is given: such a plan leaves no reserve."""
+        longest = self._given.get("context", self.longest)
+        lengths = range(longest // CONTEXT_STEP * CONTEXT_STEP, 0, -CONTEXT_STEP)
+        index = find_first(len(lengths), lambda n: self._replace_option("context", lengths[n]).choose() is not None)
+        return None if index is None else lengths[index]
+
+    def _replace_option(self, name: str, value: object) -> _Planner:
+        options = cast(LoadOptions, {**self._options, name: value})
+        return _Planner(self._facts, options, self._memory, self._companions)
 
     def build_plan(self, candidate: Candidate) -> FitPlan:
         """Return the plan of a candidate: the rest of the RAM is for the prefix cache, up to its limit."""
@@ -442,9 +452,12 @@ class _Planner:
         return f"{candidate.sequences} {layout}", reason
 
     def _explain_types(self, candidate: Candidate) -> str:
-        if {"cache_type_k", "cache_type_v"} <= self._given.keys():
-            return "given"
-        return "f16 would not fit" if "q8_0" in (candidate.cache_type_k, candidate.cache_type_v) else "full precision"
+        types = {name: getattr(candidate, name) for name in ("cache_type_k", "cache_type_v")}
+        if any(value == "q8_0" for name, value in types.items() if name not in self._given):
+            return "f16 would not fit"
+        return (
+            "full precision" if set(types.values()) == {"f16"} and not types.keys() <= self._given.keys() else "given"
+        )
 
 
 def find_first(count: int, holds: Callable[[int], bool]) -> int | None:

@@ -21,12 +21,13 @@ MODELS = ("ranker", "causal", "tiny")
 FIELD_CHECKS = {
     "model": "test_a_model_is_found_by_name",
     **dict.fromkeys(("query", "documents"), "test_bad_requests_are_refused_by_name"),
+    **dict.fromkeys(("texts", "return_text"), "test_texts_get_the_answer_of_text_embeddings_inference"),
     **dict.fromkeys(("top_n", "return_documents"), "test_both_clients_get_the_same_ranking"),
     "max_tokens_per_doc": "test_long_documents_are_refused_or_cut",
     "instruction": "test_an_instruction_changes_the_scores_of_a_generative_reranker",
     "priority": "test_a_priority_is_a_hint",
     **dict.fromkeys(
-        ("rank_fields", "max_chunks_per_doc", "truncation", "return_embeddings"),
+        ("rank_fields", "max_chunks_per_doc", "truncation", "return_embeddings", "raw_scores", "truncate"),
         "test_bad_requests_are_refused_by_name",
     ),
 }
@@ -81,6 +82,17 @@ def test_both_clients_get_the_same_ranking(server: ServerProcess, model: str) ->
     assert (new.meta.api_version.version, old.meta.api_version.version) == ("2", "1")  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("path", ["/rerank", "/reranking", "/v1/reranking"])
+def test_texts_get_the_answer_of_text_embeddings_inference(server: ServerProcess, path: str) -> None:
+    expected = [(result["index"], result["relevance_score"]) for result in rerank(server)["results"]]
+    body = {"query": "the cat", "texts": DOCUMENTS, "return_text": True, "raw_scores": False, "truncate": False}
+    results = server.post(path, {"model": "ranker", **body}).json()
+    assert [(result["index"], result["score"]) for result in results] == expected
+    assert [result["text"] for result in results] == [DOCUMENTS[index] for index, _ in expected]
+    (best,) = server.post(path, {"model": "ranker", "query": "the cat", "texts": DOCUMENTS, "top_n": 1}).json()
+    assert best == {"index": expected[0][0], "score": expected[0][1]}
+
+
 def test_a_hundred_documents_compute_the_prompt_before_them_once(server: ServerProcess) -> None:
     before = server.get_counters()["rows"]
     usage = rerank(server, model="tiny", documents=[f"{chr(20 + n % 90)}{n} {'x' * 20}" for n in range(100)])["usage"]
@@ -109,12 +121,16 @@ def test_bad_requests_are_refused_by_name(server: ServerProcess) -> None:
         "max_chunks_per_doc": 5,
         "truncation": True,
         "return_embeddings": True,
+        "raw_scores": True,
+        "truncate": True,
+        "texts": ["not the documents"],
         "documnts": ["a"],
     }.items():
         refused = rerank(server, **{field: value})
         assert (refused["status"], refused["error"]["param"]) == (400, field)
         assert refused["message"] == refused["detail"] == refused["error"]["message"]
     assert rerank(server, documents=[{"title": "a"}])["status"] == 400
+    assert rerank(server, documents=None)["error"]["param"] == "documents"
     assert rerank(server, documents=["a"] * 121)["error"]["code"] == "limit_exceeded"
     assert rerank(server, rank_fields=None, truncation=False, return_embeddings=False)["status"] == 200
 

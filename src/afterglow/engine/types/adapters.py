@@ -13,6 +13,7 @@ from afterglow.engine.types.entries import Entries
 from afterglow.errors import InvalidArgument
 from afterglow.llama.checks import check_float
 
+MAX_SCALE = 100
 AdapterSet: TypeAlias = tuple[tuple[str, float], ...]
 """Names and scales of adapters, sorted by name. Empty: the base model."""
 
@@ -59,7 +60,11 @@ def build_adapter_set(adapters: Iterable[tuple[str, float]]) -> AdapterSet:
     for name, scale in adapters:
         if name in scales:
             raise InvalidArgument("lora", f"has {name!r} twice")
-        scales[name] = check_float("lora", scale)
+        try:
+            scales[name] = check_float("lora", scale, -MAX_SCALE, MAX_SCALE)
+        except InvalidArgument:
+            reason = f"must have a scale from -{MAX_SCALE} to {MAX_SCALE} for {name!r}, not {scale!r}"
+            raise InvalidArgument("lora", reason) from None
     return tuple(sorted((name, scale) for name, scale in scales.items() if scale))
 
 

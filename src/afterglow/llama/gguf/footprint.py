@@ -242,19 +242,25 @@ class Hyperparameters:
         """Estimate the buffer for intermediate results of one ubatch.
 
         Its parts are the attention masks, without flash attention the scores of one layer, and the larger one of a
-        layer's activations and the logits.
+        layer's activations and the logits. The last layer drops the rows without an output before its feed-forward
+        part, so a model of one layer has those activations of its outputs only.
         """
         rows, width = min(settings.ubatch, settings.batch), self.get_number("embedding_length")
         experts = self.get_number("expert_used_count")
         expert_width = self.get_number("expert_feed_forward_length") or self.get_number("feed_forward_length")
-        inner_floats = max(
+        feed_forward_rows = rows if len(self.kv_widths) > 1 else min(rows, settings.max_outputs)
+        feed_forward_floats = max(
             3 * self.get_number("feed_forward_length"),
             experts * (expert_width + max(2 * expert_width, width)),
-            5 * self.get_number("ssm.inner_size"),
+        )
+        inner_floats = max(
+            feed_forward_rows * feed_forward_floats,
+            rows * max((keys + values for keys, values in self.kv_widths), default=0),
+            rows * 5 * self.get_number("ssm.inner_size"),
         )
         logits = settings.max_outputs * self.vocabulary_size
         states = settings.sequences * self.count_recurrent_floats() if self.is_recurrent else 0  # of one layer
-        floats = rows * 5 * width + max(rows * inner_floats + states, logits)
+        floats = rows * 5 * width + max(inner_floats + states, logits)
         return self.count_mask_bytes(settings) + self._count_score_bytes(settings) + 4 * floats
 
     def count_mask_bytes(self, settings: ContextSettings) -> int:

@@ -149,5 +149,5 @@ class LlamaEmbeddingRequest(StrictModel):
 class SlotFileRequest(StrictModel):
     """File of a saved slot."""
 
-    filename: str = pydantic.Field(min_length=1, max_length=255)
+    filename: str | None = pydantic.Field(None, min_length=1, max_length=255)
     model: OptionalModel = None

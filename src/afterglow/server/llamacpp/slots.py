@@ -37,7 +37,7 @@ def build_router(state: ServerState) -> APIRouter:
             raise APIError(503, "no slot is idle", error_type="server_error", code="no_slot", retry_after=1)
         return slots
 
-    @router.post("/slots/{id_slot}", include_in_schema=False)  # erase needs no body, the others do
+    @router.post("/slots/{id_slot}", include_in_schema=False)  # erase needs no file name, the others do
     async def change_slot(
         request: Request,
         id_slot: int,
@@ -51,7 +51,7 @@ def build_router(state: ServerState) -> APIRouter:
             raise invalid_request_error("id_slot", message)
         if action == "erase":
             return await state.run_engine_call(model.name, lambda: erase_slot(model, id_slot, salt))
-        if body is None:
+        if body is None or body.filename is None:
             message = f"`filename` is missing: {action} needs the name of a file"
             raise invalid_request_error("filename", message, "missing_required_parameter")
         path = directory / check_file_name(body.filename)

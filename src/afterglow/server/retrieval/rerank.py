@@ -1,4 +1,4 @@
-"""Routes /v1/rerank, /v2/rerank and /rerank."""
+"""Routes /v1/rerank, /v2/rerank, /rerank and llama-server's other names of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from fastapi.responses import JSONResponse
 from afterglow.api.rerank import Reranking
 from afterglow.server import limits
 from afterglow.server.auth import get_tenant_salt
+from afterglow.server.errors import invalid_request_error
 from afterglow.server.logs import get_record
 from afterglow.server.retrieval.schema import RerankRequest
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
-PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
+PATHS = ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/reranking")
 
 
 def build_router(state: ServerState) -> APIRouter:
@@ -34,6 +35,8 @@ def build_router(state: ServerState) -> APIRouter:
 
 async def rank_documents(state: ServerState, body: RerankRequest, salt: str, path: str) -> Response:
     """Score the documents. The engine serves other requests in between."""
+    if not body.documents:
+        raise invalid_request_error("documents", "`documents` must not be empty")
     limits.check_limit(state.settings, "max_documents", "documents", len(body.documents))
     documents = [document if isinstance(document, str) else document.text for document in body.documents]
     model = await state.get_model(body.model)
@@ -54,8 +57,19 @@ async def rank_documents(state: ServerState, body: RerankRequest, salt: str, pat
         ticket.release()
     record = get_record()
     record.model, record.prompt_tokens = model.name, ranking.prompt_tokens
+    with_documents = bool(body.return_documents)
+    if body.texts is not None:
+        return JSONResponse(build_score_list(ranking, with_documents=with_documents))
     version = "2" if path.startswith("/v2") else "1"
-    return JSONResponse(build_body(ranking, model.name, version, with_documents=bool(body.return_documents)))
+    return JSONResponse(build_body(ranking, model.name, version, with_documents=with_documents))
+
+
+def build_score_list(ranking: Reranking, *, with_documents: bool) -> list[dict[str, Any]]:
+    """Build the response of text-embeddings-inference, for requests with `texts`."""
+    return [
+        {"index": document.index, "score": document.score} | ({"text": document.text} if with_documents else {})
+        for document in ranking.results
+    ]
 
 
 def build_body(ranking: Reranking, model: str, version: str, *, with_documents: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pydantic
 from pydantic_core import PydanticCustomError
 
 from afterglow.chat.prompt import TruncationPolicy
+from afterglow.engine.types.adapters import MAX_SCALE
 from afterglow.llama.sampling import Sampling
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.priority import PriorityField
@@ -30,7 +31,9 @@ class LoraField(StrictModel):
 
     name: str | None = pydantic.Field(None, max_length=256, description="Name of the adapter.")
     id: int | None = pydantic.Field(None, ge=0, description="Its number in the order of declaration, from 0.")
-    scale: float | None = pydantic.Field(None, ge=-100, le=100, description="Default: as declared; 0: not used.")
+    scale: float | None = pydantic.Field(
+        None, ge=-MAX_SCALE, le=MAX_SCALE, description="Default: as declared; 0: not used."
+    )
 
     @pydantic.model_validator(mode="after")
     def _check_name(self) -> Self:
