@@ -364,7 +364,7 @@ class _Planner:
     def _find_longest_context(self) -> int | None:
         """Return the longest context that fits if it is given: such a plan leaves no reserve."""
         longest = self._given.get("context", self.longest)
-        lengths = range(longest // CONTEXT_STEP * CONTEXT_STEP, 0, -CONTEXT_STEP)
+        lengths = range(longest // CONTEXT_STEP_TOKENS * CONTEXT_STEP_TOKENS, 0, -CONTEXT_STEP_TOKENS)
         index = find_first(len(lengths), lambda n: self._replace_option("context", lengths[n]).choose() is not None)
         return None if index is None else lengths[index]
 
