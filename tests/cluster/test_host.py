@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +22,20 @@ from support.play import fake, prompt, request
 pytestmark = pytest.mark.slow
 
 
+http_request = contextvars.ContextVar("http_request", default="")
+
+
 class LocalHandle:
-    """Handle of a deployment whose replicas are in this process. `faults` are raised after so many events."""
+    """Handle of a deployment whose replicas are in this process. `faults` are raised after so many events.
+
+    `lost` is the number of calls whose replica dies.
+    """
 
     def __init__(self, replicas: list[EngineReplica]) -> None:
         self.replicas = replicas
         self.faults: list[int] = []
+        self.lost = 0
+        self.contexts: list[str] = []
         self.calls: list[dict[str, Any]] = []
         self.generate = SimpleNamespace(remote=self._generate)
         self.call = SimpleNamespace(remote=self._call)
@@ -36,6 +45,7 @@ class LocalHandle:
 
     async def _generate(self, content: bytes, **arguments: Any) -> AsyncIterator[bytes]:
         self.calls.append(arguments)
+        self.contexts.append(http_request.get())
         replica = self.replicas[len(self.calls) % len(self.replicas)]
         limit, count = self.faults.pop(0) if self.faults else None, 0
         async with contextlib.aclosing(replica.generate(content, **arguments)) as stream:
@@ -45,15 +55,20 @@ class LocalHandle:
                 count += 1
                 yield events
 
-    async def _call(self, content: bytes, *, replica: str | None) -> bytes:
-        return await self.replicas[int(replica or 0)].call(content, replica=replica)
+    async def _call(self, content: bytes, *, replica: str | None) -> bytes | None:
+        self.contexts.append(http_request.get())
+        if self.lost:
+            self.lost -= 1
+            raise ConnectionError("the replica died")
+        return await self.replicas[int(replica or 0) % len(self.replicas)].call(content, replica=replica)
 
 
 @pytest.fixture
 def handle() -> Iterator[LocalHandle]:
     replicas = []
-    for _ in range(2):
+    for number in range(2):
         replica = object.__new__(EngineReplica)
+        replica._id = str(number)
         replica._host = EngineThread(fake)  # type: ignore[assignment]
         replica._running, replica._sequences = 0, 4
         replicas.append(replica)
@@ -129,6 +144,32 @@ def test_a_call_runs_on_each_replica(host: RayHost) -> None:
     read_events(host.submit(request("one", prompt(50))))
     counters = host.call_each(remote_calls.get_counters)
     assert sorted(one["prompt_entries"] > 0 for one in counters) == [False, True]
+
+
+def test_a_call_whose_replica_is_lost_goes_to_another_one(host: RayHost, handle: LocalHandle) -> None:
+    handle.lost = MAX_ATTEMPTS - 1
+    assert host.call(remote_calls.get_counters)
+    handle.lost = MAX_ATTEMPTS
+    with pytest.raises(EngineCrashed, match="replica was lost"):
+        host.call(remote_calls.get_counters)
+
+
+def test_a_replica_that_leaves_during_a_call_to_all_is_left_out(host: RayHost, handle: LocalHandle) -> None:
+    handle.lost = 1
+    assert len(host.call_each(remote_calls.get_counters)) == 1
+    replica_lists["test"] = lambda: ["0", "1", "2"]  # the last one was drained: another replica gets its call
+    assert len(host.call_each(remote_calls.get_counters)) == 2
+
+
+def test_requests_and_calls_leave_the_context_of_their_http_request(host: RayHost, handle: LocalHandle) -> None:
+    """Ray routes and counts calls by an id in that context: two of one request would be taken for one."""
+    token = http_request.set("one")
+    for name in ("one", "two"):
+        read_events(host.submit(request(name, prompt(50))))
+    host.call(remote_calls.get_counters)
+    host.call_each(remote_calls.get_counters)
+    http_request.reset(token)
+    assert set(handle.contexts) == {""}
 
 
 def test_closing_ends_requests(handle: LocalHandle) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from afterglow.errors import Cancelled, Closed, EngineCrashed, InvalidArgument
 ResultT = TypeVar("ResultT")
 replica_lists: dict[str, Callable[[], list[str]]] = {}
 """Functions that return the ids of the replicas of a deployment, by its name. The routers of this process add them."""
-MAX_ATTEMPTS = 3  # of a request that has no token yet, if its replica dies or is upgraded
+MAX_ATTEMPTS = 3  # of a call, or of a request that has no token yet, if its replica dies or is upgraded
 
 
 class RayHost(Closeable):
@@ -69,8 +70,15 @@ class RayHost(Closeable):
         names = list_names(first.entries, first.salt, model=self._model, block_size=self._block_size)
         submission = Submission(renamed, self._loop.time())
         streams = self._pending.add_streams([request.id for request in renamed])
-        asyncio.run_coroutine_threadsafe(self._start(submission, names), self._loop)
+        self._schedule(self._start(submission, names))
         return streams
+
+    def _schedule(self, coroutine: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Run a coroutine in the loop of this host, without the context of the HTTP request.
+
+        In that context Ray would give all calls the same id, by which it routes and counts them.
+        """
+        return contextvars.Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
 
     async def _start(self, submission: Submission, names: list[bytes]) -> None:
         task = asyncio.ensure_future(self._run(submission, names))
@@ -120,26 +128,40 @@ class RayHost(Closeable):
 
     # --- calls
 
+    @property
+    def replicas(self) -> list[str]:
+        """Ids of the replicas that run now; empty if the router of this process knows none yet."""
+        return replica_lists[self._name]() if self._name in replica_lists else []
+
     def call(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> ResultT:
-        """Run a function on the engine of any replica."""
-        result: ResultT = self._call(function, None)
+        """Run a function on the engine of any replica, of another one if it is lost."""
+        result: ResultT = read_result(self._schedule(self._call_any(pack("function", function))).result())
         return result
 
+    async def _call_any(self, content: bytes) -> bytes:
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                return await self._handle.call.remote(content, replica=None)  # type: ignore[no-any-return]
+            except Exception as error:
+                if attempt == MAX_ATTEMPTS - 1:
+                    raise EngineCrashed(f"replica was lost: {describe_error(error)}") from None
+                logger.warning("a replica was lost (%s); another one gets its call", describe_error(error))
+        raise AssertionError
+
     def call_each(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> list[ResultT]:
-        """Run a function on the engines of all replicas."""
-        replicas = replica_lists[self._name]() if self._name in replica_lists else []
-        return [self._call(function, replica) for replica in replicas] if replicas else [self.call(function)]
-
-    def _call(self, function: Callable[[Engine], Any], replica: str | None) -> Any:
+        """Run a function on the engines of all replicas. Those that are lost meanwhile are left out."""
         content = pack("function", function)
+        calls = [self._schedule(self._call_one(content, replica)) for replica in self.replicas]
+        answers = [answer for call in calls if (answer := call.result()) is not None]
+        return [read_result(answer) for answer in answers] if answers else [self.call(function)]
 
-        async def call() -> bytes:
+    async def _call_one(self, content: bytes, replica: str) -> bytes | None:
+        """Return the answer of a replica; None if it is lost."""
+        try:
             return await self._handle.call.remote(content, replica=replica)  # type: ignore[no-any-return]
-
-        value, error = unpack("function", asyncio.run_coroutine_threadsafe(call(), self._loop).result())
-        if error is not None:
-            raise error
-        return value
+        except Exception as error:
+            logger.warning("replica %s was lost (%s)", replica, describe_error(error))
+            return None
 
     def call_on_sequence(self, function: Callable[..., ResultT], sequence: int | None) -> tuple[ResultT, int]:
         """Run a function on a sequence of any replica: on a cluster, sequences have no numbers of their own."""
@@ -158,7 +180,7 @@ class RayHost(Closeable):
         self._pending.fail_all(Closed("engine"))
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
+        self._schedule(self._cancel_all()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -169,3 +191,11 @@ class RayHost(Closeable):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
+
+
+def read_result(answer: bytes) -> Any:
+    """Return the result of a call from the answer of a replica, or raise its error."""
+    value, error = unpack("function", answer)
+    if error is not None:
+        raise error
+    return value

@@ -22,6 +22,9 @@ class EngineReplica:
 
     def __init__(self, model: str, options: LoadOptions) -> None:
         """Load the model; `options` are those of `afterglow.load`. The file is looked up on this machine."""
+        from ray import serve
+
+        self._id = serve.get_replica_context().replica_id.unique_id
         checked = check_options(LoadOptions, options)
         path = resolve_model_path(model, fetch=False, needs_trial=True)
         draft = resolve_draft(checked["draft"], fetch=False)
@@ -44,8 +47,13 @@ class EngineReplica:
             for stream in streams:
                 stream.cancel()
 
-    async def call(self, content: bytes, *, replica: str | None = None) -> bytes:
-        """Run a pickled function on the engine; return its pickled result and error. `replica` is for the router."""
+    async def call(self, content: bytes, *, replica: str | None = None) -> bytes | None:
+        """Run a pickled function on the engine; return its pickled result and error.
+
+        Returns None if it is meant for another `replica`: the router sends it elsewhere only if that one is lost.
+        """
+        if replica not in (None, self._id):
+            return None
         value, error = await asyncio.to_thread(try_call, self._host.call, unpack("function", content))
         return pack("function", (value, None if error is None else to_portable_error(error)))
 
