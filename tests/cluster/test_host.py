@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +71,7 @@ def handle() -> Iterator[LocalHandle]:
         replica = object.__new__(EngineReplica)
         replica._id = str(number)
         replica._host = EngineThread(fake)  # type: ignore[assignment]
-        replica._running, replica._sequences = 0, 4
+        replica._running, replica._sequences = Counter(), 4
         replicas.append(replica)
     yield LocalHandle(replicas)
     for replica in replicas:

@@ -82,6 +82,35 @@ def test_requests_at_the_same_time_go_to_the_replicas_that_hold_their_prompts() 
     asyncio.run(run())
 
 
+def test_requests_at_the_same_time_spread_over_idle_replicas() -> None:
+    async def run() -> None:
+        router = await start_router(*(FakeReplica(f"replica {n}", build_report([])) for n in range(4)))
+        requests = [build_request(n, names=[NAMES[n]], entries=100) for n in range(8)]
+        replicas = await route(router, *requests)
+        assert sorted(replicas) == sorted(f"replica {n % 4}" for n in range(8))
+        for request, name in zip(requests, replicas, strict=True):
+            replica_id = next(id for id in router.curr_replicas if id.unique_id == name)
+            router.on_request_routed(request, replica_id, None)
+            router.on_request_completed(replica_id, request.metadata.internal_request_id)
+        assert not any(known.running for known in router._known.values())
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_cancelled_before_it_is_routed_is_not_counted() -> None:
+    async def run() -> None:
+        router = await start_router(FakeReplica("slow", delay=60.0))
+        choice = asyncio.ensure_future(router._choose_replica_for_request(build_request(1, names=NAMES, entries=700)))
+        while not any(known.running for known in router._known.values()):
+            await asyncio.sleep(0.01)
+        choice.cancel()
+        await asyncio.wait([choice])
+        await asyncio.sleep(0)
+        assert not any(known.running for known in router._known.values())
+
+    asyncio.run(asyncio.wait_for(run(), timeout=60))
+
+
 def test_a_call_reaches_the_replica_that_it_is_for_and_another_one_if_that_is_lost() -> None:
     async def run() -> None:
         replicas = [FakeReplica(f"replica {n}") for n in range(3)]
@@ -91,6 +120,19 @@ def test_a_call_reaches_the_replica_that_it_is_for_and_another_one_if_that_is_lo
         assert await route(router, *calls) == ["replica 2", "replica 1", "replica 0"]
         router.update_replicas(replicas[:1])
         assert await route(router, build_request(9, replica="replica 2")) == ["replica 0"]
+
+    asyncio.run(run())
+
+
+def test_reports_count_only_the_requests_of_other_processes() -> None:
+    """A report is a second old: it still has requests of this process that have ended."""
+
+    async def run() -> None:
+        first, second = FakeReplica("first", build_report([])), FakeReplica("second", build_report(NAMES))
+        router = await start_router(first, second)
+        second.routing_stats["running"] = {host.PROCESS_ID: 4}
+        first.routing_stats["running"] = {"another": 1}
+        assert await route(router, build_request(1, names=[], entries=100)) == ["second"]
 
     asyncio.run(run())
 

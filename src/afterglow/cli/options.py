@@ -89,8 +89,8 @@ RayOption = Annotated[
     typer.Option(
         "--ray",
         metavar="[ADDRESS]",
-        help="Run the replicas on a Ray cluster: its address HOST:PORT, `auto` for the one that this machine belongs to, "
-        "or `local` to start one. Without an address: `auto` if there is one, else `local`. Needs the extra `ray`.",
+        help="Run the replicas on a Ray cluster: its address HOST:PORT, `auto` for that of this machine, or `local` to "
+        "start one. Without an address: `auto` if there is one, else `local`. Needs the extra `ray`.",
     ),
 ]
 RAY_ADDRESS = re.compile(r"auto|local|[^/=]+:\d+")  # every other word after `--ray` is a model

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import itertools
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -29,7 +30,12 @@ from afterglow.errors import Cancelled, Closed, EngineCrashed, InvalidArgument
 ResultT = TypeVar("ResultT")
 replica_lists: dict[str, Callable[[], list[str]]] = {}
 """Functions that return the ids of the replicas of a deployment, by its name. The routers of this process add them."""
+PROCESS_ID = uuid.uuid4().hex
+"""Begins the ids of all requests of this process: several processes share the replicas."""
 MAX_ATTEMPTS = 3  # of a call, or of a request that has no token yet, if its replica dies or is upgraded
+
+
+host_numbers = itertools.count()
 
 
 class RayHost(Closeable):
@@ -42,7 +48,7 @@ class RayHost(Closeable):
         """`handle` and `name` are those of the deployment."""
         self._handle = handle
         self._name = name
-        self._prefix = uuid.uuid4().hex  # of request ids: several servers share the replicas
+        self._prefix = f"{PROCESS_ID}.{next(host_numbers)}"  # of request ids
         self._pending = PendingRequests(self.cancel)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._loop = asyncio.new_event_loop()
@@ -199,3 +205,12 @@ def read_result(answer: bytes) -> Any:
     if error is not None:
         raise error
     return value
+
+
+def get_process_id(request_id: str) -> str:
+    """Return the `PROCESS_ID` of the process that sent a request.
+
+    >>> get_process_id("0f3a.2-response-1")
+    '0f3a'
+    """
+    return request_id.partition(".")[0]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from afterglow.api.load import build_engine_settings, build_engine_spec, resolve_draft, resolve_model_path
 from afterglow.api.options import LoadOptions, check_options
+from afterglow.cluster.host import get_process_id
 from afterglow.engine.host import remote_calls
 from afterglow.engine.host.child_main import pack, to_portable_error, to_portable_event, unpack
 from afterglow.engine.host.loop import try_call
@@ -31,19 +33,21 @@ class EngineReplica:
         settings = build_engine_settings(None, checked, options, label=str(path))
         self._host = EngineProcess(build_engine_spec(path, checked, settings, draft=draft))
         self._sequences = self._host.call(remote_calls.get_engine_info).sequences
-        self._running = 0
+        self._running: Counter[str] = Counter()  # requests, by the process that sent them
 
     async def generate(self, content: bytes, *, names: Sequence[bytes], entries: int) -> AsyncIterator[bytes]:
         """Yield the pickled events of requests. `names` and `entries` are for the router. Closing it cancels them."""
         self._host.attach_event_loop(asyncio.get_running_loop())
         requests = unpack("request", content)
         streams = self._host.submit_together(requests)
-        self._running += len(streams)
+        sender = get_process_id(requests[0].id)
+        self._running[sender] += len(streams)
         try:
             async for events in merge_events(streams):
                 yield pack("events", [to_portable_event(event) for event in events])
         finally:
-            self._running -= len(streams)
+            self._running[sender] -= len(streams)
+            self._running += Counter()  # without those that have none
             for stream in streams:
                 stream.cancel()
 
@@ -60,7 +64,7 @@ class EngineReplica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return what the router needs: names of the blocks in RAM, measured speeds, and running requests."""
         report = await asyncio.to_thread(self._host.call, remote_calls.get_replica_report)
-        return {"report": pack("report", report), "running": self._running, "sequences": self._sequences}
+        return {"report": pack("report", report), "running": dict(self._running), "sequences": self._sequences}
 
     async def check_health(self) -> None:
         """Raise if the engine cannot be restarted: Ray then replaces the replica."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,11 +48,17 @@ class KnownReplica:
         return ReplicaLoad(
             held_entries=held * self.report.block_size,
             queued_entries=sum(self.running.values()),
-            running=max(len(self.running), stats.get("running", 0)),
+            running=len(self.running) + count_running_of_others(stats),
             sequences=stats.get("sequences", 1),
             stored_blocks=max(len(self.report.names), len(self.routed)),
             speeds=self.report.speeds or speeds,
         )
+
+
+def count_running_of_others(stats: Mapping[str, Any]) -> int:
+    """Return the running requests that other processes sent to a replica; this one knows its own without delay."""
+    running: Mapping[str, int] = stats.get("running", {})
+    return sum(count for process, count in running.items() if process != host.PROCESS_ID)
 
 
 class PrefixRouter(RequestRouter):
@@ -89,7 +97,11 @@ class PrefixRouter(RequestRouter):
         known = {replica: self._update_known(replica) for replica in ordered}
         speeds = choose_speeds(one.report for one in known.values())
         loads = {replica: one.build_load(names, replica.routing_stats, speeds) for replica, one in known.items()}
-        return [[replica] for replica in rank_replicas(loads, entries)]
+        ranked = rank_replicas(loads, entries)
+        if pending_request is not None and ranked:  # others that arrive at the same time must know of it
+            self._record(pending_request, ranked[0].replica_id)
+            pending_request.future.add_done_callback(functools.partial(self._forget_cancelled, pending_request))
+        return [[replica] for replica in ranked]
 
     def _update_known(self, replica: RunningReplica) -> KnownReplica:
         known = self._known.setdefault(replica.replica_id, KnownReplica())
@@ -101,15 +113,28 @@ class PrefixRouter(RequestRouter):
         super().update_replicas(replicas)
         self._known = {id: known for id, known in self._known.items() if id in self.curr_replicas}
 
-    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Record that a replica will hold the prompt of a request."""
-        names = pending_request.kwargs.get("names")
-        if names is None:
-            return
+    def _record(self, pending_request: PendingRequest, replica_id: ReplicaID) -> None:
+        """Record that a replica will hold the prompt of a request, and no other one."""
+        id, names = pending_request.metadata.internal_request_id, pending_request.kwargs.get("names")
         known = self._known.setdefault(replica_id, KnownReplica())
+        if names is None or id in known.running:
+            return
+        self._forget(id)
         held = count_leading(names, known.routed) * known.report.block_size
-        known.running[pending_request.metadata.internal_request_id] = max(1, pending_request.kwargs["entries"] - held)
+        known.running[id] = max(1, pending_request.kwargs["entries"] - held)
         known.routed.add(names)
+
+    def _forget(self, id: str) -> None:
+        for known in self._known.values():
+            known.running.pop(id, None)
+
+    def _forget_cancelled(self, pending_request: PendingRequest, future: asyncio.Future[Any]) -> None:
+        if future.cancelled():
+            self._forget(pending_request.metadata.internal_request_id)
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Record that a replica has accepted a request, which may be another one than was expected."""
+        self._record(pending_request, replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Record that a request has ended."""

@@ -14,6 +14,7 @@ from afterglow.errors import InvalidArgument
 from afterglow.server.settings import ServerSettings
 
 APPLICATION = "afterglow"
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve_on_ray(
@@ -24,9 +25,10 @@ def serve_on_ray(
     options: LoadOptions,
     on_ready: Callable[[str], None],
 ) -> None:
-    """Serve a model on the cluster at `address` until SIGINT or SIGTERM; `local` starts one on this machine.
+    """Serve a model on the cluster at `address` until SIGINT or SIGTERM; a second signal does not wait for requests.
 
-    `auto` is the cluster that this machine belongs to. `on_ready` gets the URL of the proxy on this machine.
+    `auto` is the cluster that this machine belongs to, `local` a new one, and the empty text the first of both that is
+    possible. `on_ready` gets the URL of the proxy on this machine.
     """
     if find_spec("ray") is None:
         raise InvalidArgument("--ray", "needs Ray Serve: pip install 'afterglow-llm[ray]'")
@@ -35,16 +37,33 @@ def serve_on_ray(
     from ray import serve
 
     stopped = threading.Event()
-    ray.init(address=None if address == "local" else address, include_dashboard=False, log_to_driver=False)
+    is_own = connect(address)
     try:
         serve.start(http_options={"host": settings.host, "port": settings.port})
         serve.run(deployment(model, name=name, server=settings, **options), name=APPLICATION)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stopped.set())
+        handlers = {number: signal.signal(number, lambda *_: stopped.set()) for number in STOP_SIGNALS}
         on_ready(f"http://{settings.host}:{settings.port}")
         stopped.wait()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         serve.delete(APPLICATION)
-        if address == "local":
+        if is_own:
             serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def connect(address: str) -> bool:
+    """Connect to the cluster at an address; return whether it was started for this, and ends with this process."""
+    import ray
+
+    options = {"log_to_driver": False}
+    if address != "local":
+        try:
+            ray.init(address=address or "auto", **options)
+            return False
+        except ConnectionError as error:
+            if address:
+                raise InvalidArgument("--ray", f"there is no Ray cluster at {address!r}: {error}") from None
+    ray.init(address="local", include_dashboard=False, **options)
+    return True
