@@ -36,6 +36,7 @@ class LocalHandle:
         self.replicas = replicas
         self.faults: list[int] = []
         self.lost = 0
+        self.unreachable: list[AsyncIterator[bytes]] = []  # streams of replicas that cannot be reached, but go on
         self.contexts: list[str] = []
         self.calls: list[dict[str, Any]] = []
         self.generate = SimpleNamespace(remote=self._generate)
@@ -49,6 +50,10 @@ class LocalHandle:
         self.contexts.append(http_request.get())
         replica = self.replicas[len(self.calls) % len(self.replicas)]
         limit, count = self.faults.pop(0) if self.faults else None, 0
+        if limit == -1:
+            self.unreachable.append(replica.generate(content, **arguments))
+            await anext(self.unreachable[-1])
+            raise ConnectionError("the replica is unavailable")
         async with contextlib.aclosing(replica.generate(content, **arguments)) as stream:
             async for events in stream:
                 if limit is not None and count >= limit:
@@ -117,6 +122,13 @@ def test_a_request_of_a_lost_replica_is_served_by_another_one_if_it_has_no_token
     handle.faults, handle.calls = [0, 0], []
     assert get_tokens(read_events(host.submit(request("two", prompt(50))))) == expected
     assert len(handle.calls) == 3
+
+
+def test_a_request_can_return_to_a_replica_that_was_only_unreachable(host: RayHost, handle: LocalHandle) -> None:
+    expected = get_tokens(read_events(host.submit(request("one", prompt(50)))))
+    handle.faults, handle.replicas = [-1], handle.replicas[:1]
+    long = request("two", prompt(50), max_tokens=len(expected))
+    assert get_tokens(read_events(host.submit(long))) == expected
 
 
 def test_a_request_fails_if_it_has_streamed_or_was_tried_too_often(host: RayHost, handle: LocalHandle) -> None:

@@ -24,12 +24,13 @@ from afterglow.engine.host.routing import list_names
 from afterglow.engine.host.stream import EventStream, PendingRequests, build_failed_stream
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.types.counters import StoreReport
-from afterglow.engine.types.request import Failed, PrefillProgress, Request, Usage
+from afterglow.engine.types.request import EngineEvent, Failed, PrefillProgress, Request, Token, Usage
 from afterglow.errors import Cancelled, Closed, EngineCrashed, InvalidArgument
 
 ResultT = TypeVar("ResultT")
 replica_lists: dict[str, Callable[[], list[str]]] = {}
 """Functions that return the ids of the replicas of a deployment, by its name. The routers of this process add them."""
+ATTEMPT_MARK = "#"  # before the number of a repetition, in request ids
 PROCESS_ID = uuid.uuid4().hex
 """Begins the ids of all requests of this process: several processes share the replicas."""
 MAX_ATTEMPTS = 3  # of a call, or of a request that has no token yet, if its replica dies or is upgraded
@@ -100,13 +101,15 @@ class RayHost(Closeable):
                 if attempt:
                     logger.warning("a replica was lost (%s); another one gets its request", describe_error(error))
                 has_tokens = False
-                content = pack("request", submission.build_repeat(ids) if attempt else submission.requests)
+                content = pack("request", build_attempt(submission, attempt))
                 try:
                     responses = self._handle.options(stream=True).generate.remote(
                         content, names=names, entries=len(submission.requests[0].entries)
                     )
                     async for packed in responses:
                         events = [from_portable_event(event) for event in unpack("events", packed)]
+                        if attempt:
+                            events = [restore_request_id(event) for event in events]
                         has_tokens = has_tokens or not all(isinstance(event, PrefillProgress) for event in events)
                         self._pending.deliver(events)
                     return
@@ -197,6 +200,20 @@ class RayHost(Closeable):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
+
+
+def build_attempt(submission: Submission, attempt: int) -> tuple[Request, ...]:
+    """Return the requests of an attempt. A replica that was only unreachable may still run those of an earlier one."""
+    if attempt == 0:
+        return submission.requests
+    repeated = submission.build_repeat([request.id for request in submission.requests])
+    return tuple(replace(request, id=f"{request.id}{ATTEMPT_MARK}{attempt}") for request in repeated)
+
+
+def restore_request_id(event: EngineEvent) -> EngineEvent:
+    """Return an event of a repeated request with the id of the first attempt."""
+    id = event.request_id.rpartition(ATTEMPT_MARK)[0]
+    return event._replace(request_id=id) if isinstance(event, Token) else replace(event, request_id=id)
 
 
 def read_result(answer: bytes) -> Any:
