@@ -55,15 +55,15 @@ def serve(*arguments: str, port: int) -> contextlib.AbstractContextManager[subpr
 
 
 def wait_for_answer(process: subprocess.Popen[str], port: int) -> None:
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if f"at http://127.0.0.1:{port}" in line:
+            break
+    assert process.poll() is None, lines
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
-
-    def is_answered() -> bool:
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).status_code == 200
-        return False
-
-    assert wait_until(240, is_answered)
+    assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60).status_code == 200
 
 
 def test_without_an_address_a_cluster_is_started_and_ends_with_the_command() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from afterglow.errors import InvalidArgument
 from afterglow.server.settings import ServerSettings
 
 APPLICATION = "afterglow"
+CONNECT_TIMEOUT_SECONDS = 5.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -57,13 +59,23 @@ def connect(address: str) -> bool:
     """Connect to the cluster at an address; return whether it was started for this, and ends with this process."""
     import ray
 
-    options = {"log_to_driver": False}
-    if address != "local":
-        try:
-            ray.init(address=address or "auto", **options)
-            return False
-        except ConnectionError as error:
-            if address:
-                raise InvalidArgument("--ray", f"there is no Ray cluster at {address!r}: {error}") from None
-    ray.init(address="local", include_dashboard=False, **options)
+    is_found = address != "local" and is_reachable(address or "auto")
+    if address not in ("", "local") and not is_found:
+        raise InvalidArgument("--ray", f"there is no Ray cluster at {address!r}")
+    if is_found:
+        ray.init(address=address or "auto", log_to_driver=False)
+    else:
+        ray.init(address="local", include_dashboard=False, log_to_driver=False)
+    return not is_found
+
+
+def is_reachable(address: str) -> bool:
+    """Whether a cluster accepts connections. If it does not, e.g. one that has stopped, Ray would end this process."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    try:
+        host, _, port = (canonicalize_bootstrap_address(address) or "").rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_SECONDS).close()
+    except (OSError, ValueError):
+        return False
     return True
