@@ -148,7 +148,7 @@ def run_arms(model: str, *, words: int, max_tokens: int, **options: Any) -> dict
     """Run the three arms, then the last one again with a replica that is killed before its third turn."""
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="warning", log_to_driver=False)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="warning", log_to_driver=False)
     results: dict[str, ArmResult] = {}
     try:
         for name, policy, has_store in (
