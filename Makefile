@@ -37,7 +37,7 @@ test-llama-server: .venv/development   ## llama.cpp's own server tests on llama-
 test-frameworks: .venv/frameworks   ## pydantic-ai, openai-agents and smolagents on a real server
 	@$(BIN)/python -m pytest -m frameworks tests/frameworks
 
-test-cluster: .venv/ray     ## replicas on a Ray cluster of this machine, with SmolLM2; about ten minutes
+test-cluster: .venv/ray     ## replicas on a Ray cluster of this machine, with SmolLM2; about fifteen minutes
 	@.venv/ray/bin/python -m pytest -m cluster tests/cluster
 
 browser:                    ## install Chromium for the tests of the web page, with apt-get, if there is none

@@ -2,6 +2,7 @@
 
     python benchmarks/cluster.py                  # three arms and a killed replica on this machine, with SmolLM2
     python benchmarks/cluster.py --simulate       # 2 to 1,000 replicas, with measured costs
+    python benchmarks/cluster.py --one-host       # how soon `serve --replicas` shares what was stored
 
 The first one writes docs/scale/arms.svg, the second one docs/scale/simulation.svg.
 """
@@ -26,12 +27,17 @@ from typing import Any
 import httpx
 import psutil
 from cluster_simulation import POLICIES, REPLICA_COUNTS, Costs, simulate
+from peers import Afterglow, ServerSize
+
+from afterglow import registry
 
 CONVERSATIONS, TURNS, REPLICAS = 8, 5, 2
 WORDS = Path(__file__).read_text().split()
 PICTURES = Path(__file__).parents[1] / "docs" / "scale"
 PORT = 8123
 LIMITS = (2.0, 1.1, 1.02)  # of computed per needed tokens, of the three arms
+PAUSES = (0.1, 0.25, 0.5, 1.0)  # seconds between an answer and the request to the other replica
+ROUNDS = 10  # prompts for each pause
 COLORS = ("#4269d0", "#efb118", "#3ca951", "#ff725c")
 
 
@@ -142,7 +148,7 @@ def run_arms(model: str, *, words: int, max_tokens: int, **options: Any) -> dict
     """Run the three arms, then the last one again with a replica that is killed before its third turn."""
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="warning", log_to_driver=False)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="warning", log_to_driver=False)
     results: dict[str, ArmResult] = {}
     try:
         for name, policy, has_store in (
@@ -177,6 +183,40 @@ def kill_in_third(turn: int) -> None:
     """Kill a replica before the third turn."""
     if turn == 2:
         os.kill(list_replica_processes()[0].pid, signal.SIGKILL)
+
+
+class ReplicatedAfterglow(Afterglow):
+    """`afterglow serve --replicas 2`."""
+
+    name = "replicas"
+
+    def build_command(self) -> list[str]:
+        return [*super().build_command(), "--replicas", "2"]
+
+
+def measure_sharing(model: str, words: int) -> None:
+    """Print how often a replica finds what the other one stored, by the seconds after the answer."""
+    size = ServerSize(model=registry.resolve(model), threads=1, slots=1, context=4096)
+    seeds = itertools.count()
+    with tempfile.TemporaryDirectory() as directory:
+        server = ReplicatedAfterglow(size, Path(directory))
+        server.start()
+        try:
+            url = f"http://{server.host}:{server.port}/completion"
+            for pause in PAUSES:
+                found = prompt_tokens = cached_tokens = 0
+                for seed in itertools.islice(seeds, ROUNDS):
+                    body = {"prompt": build_message(seed, words), "n_predict": 4, "temperature": 0}
+                    httpx.post(url, json={**body, "id_slot": 0}, timeout=240).raise_for_status()
+                    time.sleep(pause)
+                    answer = httpx.post(url, json={**body, "id_slot": 1}, timeout=240).json()
+                    cached = answer["timings"]["cache_n"]
+                    found += cached > 0
+                    cached_tokens += cached
+                    prompt_tokens += answer["tokens_evaluated"]
+                print(f"after {pause} s: {found} of {ROUNDS} found, {cached_tokens} of {prompt_tokens} tokens cached")
+        finally:
+            server.stop()
 
 
 def run_simulation() -> list[dict[str, float | str]]:
@@ -235,10 +275,14 @@ def main() -> None:
     """Run the arms or the simulator."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--simulate", action="store_true")
+    parser.add_argument("--one-host", action="store_true")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--words", type=int, default=120)
     parser.add_argument("--max-tokens", type=int, default=16)
     arguments = parser.parse_args()
+    if arguments.one_host:
+        measure_sharing(arguments.model, arguments.words)
+        return
     PICTURES.mkdir(exist_ok=True)
     if arguments.simulate:
         curves: dict[str, list[tuple[float, float]]] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from afterglow.cli.commands import load_command
 from afterglow.testing import models
 from support.commands import run_in_process
 from support.server_process import run_server, wait_until
@@ -137,6 +138,28 @@ def test_open_opens_the_page_whose_conversations_outlive_the_server(tmp_path: Pa
 def test_a_page_that_is_off_cannot_be_opened() -> None:
     result = run_in_process("serve", TINY, "--open", "--no-web")
     assert (result.returncode, "--open" in result.stderr, "`web`" in result.stderr) == (1, True, True)
+
+
+# --- Ray
+
+
+@pytest.mark.parametrize(
+    ("arguments", "address", "models"),
+    [
+        (["tiny"], None, ["tiny"]),
+        (["tiny", "--ray"], "", ["tiny"]),
+        (["--ray", "tiny"], "", ["tiny"]),
+        (["--ray", "--replicas", "3", "tiny"], "", ["tiny"]),
+        (["--ray", "name=models/tiny.gguf"], "", ["name=models/tiny.gguf"]),
+        (["tiny", "--ray", "auto"], "auto", ["tiny"]),
+        (["--ray", "local", "tiny"], "local", ["tiny"]),
+        (["--ray", "first.example:6379", "tiny"], "first.example:6379", ["tiny"]),
+        (["tiny", "--ray=elsewhere"], "elsewhere", ["tiny"]),
+    ],
+)
+def test_the_address_of_a_ray_cluster_is_optional(arguments: list[str], address: str | None, models: list[str]) -> None:
+    parameters = load_command("serve").make_context("serve", list(arguments)).params
+    assert (parameters["ray"], parameters["models"]) == (address, models)
 
 
 # --- ps

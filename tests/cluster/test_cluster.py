@@ -42,7 +42,7 @@ def url() -> Iterator[str]:
     from ray import serve
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     path = str(models.get_path("successor-attention"))
     options = {"context": 2048, "sequences": 2, "threads": 1, "deterministic": True, "disk_cache": False}
     with serve_application(path, policy="round_robin", **options) as url:

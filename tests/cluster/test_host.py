@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +23,21 @@ from support.play import fake, prompt, request
 pytestmark = pytest.mark.slow
 
 
+http_request = contextvars.ContextVar("http_request", default="")
+
+
 class LocalHandle:
-    """Handle of a deployment whose replicas are in this process. `faults` are raised after so many events."""
+    """Handle of a deployment whose replicas are in this process. `faults` are raised after so many events.
+
+    `lost` is the number of calls whose replica dies.
+    """
 
     def __init__(self, replicas: list[EngineReplica]) -> None:
         self.replicas = replicas
         self.faults: list[int] = []
+        self.lost = 0
+        self.unreachable: list[AsyncIterator[bytes]] = []  # streams of replicas that cannot be reached, but go on
+        self.contexts: list[str] = []
         self.calls: list[dict[str, Any]] = []
         self.generate = SimpleNamespace(remote=self._generate)
         self.call = SimpleNamespace(remote=self._call)
@@ -36,8 +47,13 @@ class LocalHandle:
 
     async def _generate(self, content: bytes, **arguments: Any) -> AsyncIterator[bytes]:
         self.calls.append(arguments)
+        self.contexts.append(http_request.get())
         replica = self.replicas[len(self.calls) % len(self.replicas)]
         limit, count = self.faults.pop(0) if self.faults else None, 0
+        if limit == -1:
+            self.unreachable.append(replica.generate(content, **arguments))
+            await anext(self.unreachable[-1])
+            raise ConnectionError("the replica is unavailable")
         async with contextlib.aclosing(replica.generate(content, **arguments)) as stream:
             async for events in stream:
                 if limit is not None and count >= limit:
@@ -45,17 +61,22 @@ class LocalHandle:
                 count += 1
                 yield events
 
-    async def _call(self, content: bytes, *, replica: str | None) -> bytes:
-        return await self.replicas[int(replica or 0)].call(content, replica=replica)
+    async def _call(self, content: bytes, *, replica: str | None) -> bytes | None:
+        self.contexts.append(http_request.get())
+        if self.lost:
+            self.lost -= 1
+            raise ConnectionError("the replica died")
+        return await self.replicas[int(replica or 0) % len(self.replicas)].call(content, replica=replica)
 
 
 @pytest.fixture
 def handle() -> Iterator[LocalHandle]:
     replicas = []
-    for _ in range(2):
+    for number in range(2):
         replica = object.__new__(EngineReplica)
+        replica._id = str(number)
         replica._host = EngineThread(fake)  # type: ignore[assignment]
-        replica._running, replica._sequences = 0, 4
+        replica._running, replica._sequences = Counter(), 4
         replicas.append(replica)
     yield LocalHandle(replicas)
     for replica in replicas:
@@ -103,6 +124,13 @@ def test_a_request_of_a_lost_replica_is_served_by_another_one_if_it_has_no_token
     assert len(handle.calls) == 3
 
 
+def test_a_request_can_return_to_a_replica_that_was_only_unreachable(host: RayHost, handle: LocalHandle) -> None:
+    expected = get_tokens(read_events(host.submit(request("one", prompt(50)))))
+    handle.faults, handle.replicas = [-1], handle.replicas[:1]
+    long = request("two", prompt(50), max_tokens=len(expected))
+    assert get_tokens(read_events(host.submit(long))) == expected
+
+
 def test_a_request_fails_if_it_has_streamed_or_was_tried_too_often(host: RayHost, handle: LocalHandle) -> None:
     handle.faults = [4]
     events = list(host.submit(request("one", prompt(50))))
@@ -129,6 +157,32 @@ def test_a_call_runs_on_each_replica(host: RayHost) -> None:
     read_events(host.submit(request("one", prompt(50))))
     counters = host.call_each(remote_calls.get_counters)
     assert sorted(one["prompt_entries"] > 0 for one in counters) == [False, True]
+
+
+def test_a_call_whose_replica_is_lost_goes_to_another_one(host: RayHost, handle: LocalHandle) -> None:
+    handle.lost = MAX_ATTEMPTS - 1
+    assert host.call(remote_calls.get_counters)
+    handle.lost = MAX_ATTEMPTS
+    with pytest.raises(EngineCrashed, match="replica was lost"):
+        host.call(remote_calls.get_counters)
+
+
+def test_a_replica_that_leaves_during_a_call_to_all_is_left_out(host: RayHost, handle: LocalHandle) -> None:
+    handle.lost = 1
+    assert len(host.call_each(remote_calls.get_counters)) == 1
+    replica_lists["test"] = lambda: ["0", "1", "2"]  # the last one was drained: another replica gets its call
+    assert len(host.call_each(remote_calls.get_counters)) == 2
+
+
+def test_requests_and_calls_leave_the_context_of_their_http_request(host: RayHost, handle: LocalHandle) -> None:
+    """Ray routes and counts calls by an id in that context: two of one request would be taken for one."""
+    token = http_request.set("one")
+    for name in ("one", "two"):
+        read_events(host.submit(request(name, prompt(50))))
+    host.call(remote_calls.get_counters)
+    host.call_each(remote_calls.get_counters)
+    http_request.reset(token)
+    assert set(handle.contexts) == {""}
 
 
 def test_closing_ends_requests(handle: LocalHandle) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import http.server
 import re
@@ -38,14 +37,9 @@ from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 from afterglow.testing import models
-from support.media_files import animated_image, chunk, compressed_zeros, encode_image, gradient, png
+from support.media_files import animated_image, chunk, compressed_zeros, encode_data_uri, encode_image, gradient, png
 from support.media_prompts import color_image
 from support.server_process import ServerProcess, get_text
-
-
-def encode_data_uri(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
-
 
 DATA_URI = encode_data_uri(encode_image(gradient()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -53,6 +54,26 @@ def test_the_turns_of_a_conversation_are_prefix_hits(replicated: ServerProcess) 
         cached = completion["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert (cached > 0) == (turn > 0), f"turn {turn}"
         messages += [{"role": "assistant", "content": get_text(completion)}, {"role": "user", "content": f"and {turn}"}]
+
+
+def test_what_one_replica_stored_the_other_one_finds_within_a_second(replicated: ServerProcess) -> None:
+    def ask(text: str, slot: int) -> int:
+        body = {"prompt": text, "n_predict": 8, "temperature": 0, "id_slot": slot}
+        return int(replicated.post("/completion", body).json()["timings"]["cache_n"])
+
+    def count_disk_hits() -> int:
+        stats = replicated.http.get("/stats").json()["models"]["tiny"]
+        return int(stats["tiers"]["disk"]["counters"]["hits"])
+
+    hits = count_disk_hits()
+    for seconds in (1, 2, 4, 8, 16):  # a busy machine may need more than one
+        text = f"after {seconds} {TEXT}"
+        assert ask(text, slot=0) == 0
+        time.sleep(seconds)
+        if (cached := ask(text, slot=2)) > 0:
+            break
+    assert cached >= 256
+    assert count_disk_hits() == hits + 1, "loaded from disk, once"
 
 
 def test_requests_succeed_while_a_replica_is_dead(replicated: ServerProcess) -> None:

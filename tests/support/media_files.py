@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import struct
 import zlib
@@ -16,6 +17,10 @@ def encode_image(image: Image.Image, format: str = "PNG", **options: object) -> 
     file = io.BytesIO()
     image.save(file, format, **options)
     return file.getvalue()
+
+
+def encode_data_uri(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
 def gradient(width: int = 64, height: int = 48) -> Image.Image:

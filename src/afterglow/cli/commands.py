@@ -23,7 +23,7 @@ COMMANDS = {
     "agent": "afterglow.cli.agent:agent",
     "runs": "afterglow.cli.runs:app",
     "mcp": "afterglow.cli.agent:mcp",
-    "serve": "afterglow.cli.serve:serve",
+    "serve": "afterglow.cli.serve:app",
     "batch": "afterglow.cli.batch:batch",
     "launch": "afterglow.cli.launch:launch",
     "ps": "afterglow.cli.ps:ps",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+import typer.core
 from pydantic.fields import FieldInfo
 
 from afterglow.api.options import ContextOptions, LoadOptions, SamplingOptions, describe_option, get_fields
@@ -86,11 +88,36 @@ RayOption = Annotated[
     str | None,
     typer.Option(
         "--ray",
-        metavar="ADDRESS",
-        help="Run the replicas on a Ray cluster: its address, `auto` for the one of this machine, or `local` to start "
-        "one. Needs the extra `ray`.",
+        metavar="[ADDRESS]",
+        help="Run the replicas on a Ray cluster: its address HOST:PORT, `auto` for that of this machine, or `local` to "
+        "start one. Without an address: `auto` if there is one, else `local`. Needs the extra `ray`.",
     ),
 ]
+RAY_ADDRESS = re.compile(r"auto|local|[^/=]+:\d+")  # every other word after `--ray` is a model
+
+
+class ServeCommand(typer.core.TyperCommand):
+    """Command with a flag `--ray` whose value is optional. Typer has no such flags."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments of the command."""
+        return super().parse_args(ctx, mark_missing_address(args))
+
+
+def mark_missing_address(arguments: Sequence[str]) -> list[str]:
+    """Give `--ray` an empty value where no address follows it.
+
+    >>> mark_missing_address(["--ray", "smollm2"])
+    ['--ray=', 'smollm2']
+    >>> mark_missing_address(["smollm2", "--ray", "auto"])
+    ['smollm2', '--ray', 'auto']
+    """
+    following = [*arguments[1:], ""]
+    return [
+        "--ray=" if word == "--ray" and not RAY_ADDRESS.fullmatch(next_word) else word
+        for word, next_word in zip(arguments, following, strict=True)
+    ]
+
 
 # --- request
 

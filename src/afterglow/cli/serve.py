@@ -47,7 +47,10 @@ from afterglow.server.web.files import explain_disabled_page
 
 INSTALLED_KEEP_ALIVE_SECONDS = 300.0  # as in Ollama, of models that are not named on the command line
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command("serve", cls=options.ServeCommand)
 @options.accept_settings([*options.SERVER_OPTIONS, *options.SAMPLING_OPTIONS, "private", *options.MODEL_OPTIONS])
 def serve(
     command: typer.Context,

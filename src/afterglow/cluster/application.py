@@ -7,13 +7,13 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 
 from afterglow import registry
 from afterglow.api.load import build_engine_settings, read_chat_template
 from afterglow.api.model import Model
 from afterglow.api.options import LoadOptions, check_options
-from afterglow.cluster.host import RayHost
+from afterglow.cluster.host import MAX_ATTEMPTS, RayHost
 from afterglow.cluster.replica import EngineReplica
 from afterglow.engine.host import remote_calls
 from afterglow.engine.host.base import EngineHost
@@ -34,6 +34,7 @@ ENGINE_DEPLOYMENT = "engine"
 ROUTER = "afterglow.cluster.router:PrefixRouter"
 STATS_PERIOD_SECONDS = 1.0  # between the reports of a replica
 DEFAULT_REPLICAS = 2
+INGRESS_EXTRA_SECONDS = 30.0  # for requests after the last replica of theirs was stopped
 MAX_ONGOING_REQUESTS = 1000  # the engine has a queue of its own, which the router takes into account
 
 
@@ -45,6 +46,13 @@ class ClusterLifecycle(Lifecycle):
         self._handle = handle
 
     @property
+    def info(self) -> EngineInfo:
+        """Limits of the engines: the sequences are those of all replicas that run now."""
+        info, host = super().info, cast(RayHost | None, self._host)
+        replicas = 0 if host is None else len(host.replicas)
+        return replace(info, sequences=info.sequences * max(1, replicas))
+
+    @property
     def model_info(self) -> ModelInfo:
         """Facts about the model."""
         return self.info.model
@@ -54,8 +62,7 @@ class ClusterLifecycle(Lifecycle):
 
     def _activate(self, progress: ProgressCallback | None) -> None:
         host = RayHost(self._handle, ENGINE_DEPLOYMENT)
-        infos: list[EngineInfo] = host.call_each(remote_calls.get_engine_info)
-        self._info = replace(infos[0], sequences=sum(info.sequences for info in infos))
+        self._info = host.call(remote_calls.get_engine_info)
         self._model = self._model or self._load_warm(progress)
         self._host = host
 
@@ -98,6 +105,7 @@ def deployment(
 
     check_options(LoadOptions, options)
     engine_options: LoadOptions = {**options, "replicas": 1}
+    settings = server or ServerSettings()  # type: ignore[call-arg]
 
     router = RequestRouterConfig(
         request_router_class=ROUTER,
@@ -111,13 +119,12 @@ def deployment(
             "num_replicas": options.get("replicas", DEFAULT_REPLICAS),
             "max_ongoing_requests": MAX_ONGOING_REQUESTS,
             "request_router_config": router,
-            "graceful_shutdown_timeout_s": 30,
+            "graceful_shutdown_timeout_s": settings.shutdown_seconds,
             "ray_actor_options": {"num_cpus": options.get("threads") or 1},
             **(replica_options or {}),
         },
     )
     served_name = name or (Path(model).stem if model.endswith(".gguf") else model)
-    settings = server or ServerSettings()  # type: ignore[call-arg]
 
     def build_app() -> Any:  # Serve calls functions, and takes other callables for applications
         return build_ingress(model, served_name, settings, engine_options)
@@ -126,6 +133,8 @@ def deployment(
         serve.ingress(build_app)(),
         name="ingress",
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        # A request that waits in a replica until that is stopped is sent to another one: the ingress outlives them.
+        graceful_shutdown_timeout_s=MAX_ATTEMPTS * settings.shutdown_seconds + INGRESS_EXTRA_SECONDS,
         ray_actor_options={"num_cpus": 0},  # it waits for replicas most of the time
     )
     return ingress.bind(engine.bind(model, engine_options))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import itertools
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -21,13 +23,19 @@ from afterglow.engine.host.routing import list_names
 from afterglow.engine.host.stream import EventStream, PendingRequests
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS
 from afterglow.engine.types.counters import StoreReport
-from afterglow.engine.types.request import Failed, PrefillProgress, Request, Usage
+from afterglow.engine.types.request import EngineEvent, Failed, PrefillProgress, Request, Token, Usage
 from afterglow.errors import Cancelled, Closed, EngineCrashed
 
 ResultT = TypeVar("ResultT")
 replica_lists: dict[str, Callable[[], list[str]]] = {}
 """Functions that return the ids of the replicas of a deployment, by its name. The routers of this process add them."""
-MAX_ATTEMPTS = 3  # of a request that has no token yet, if its replica dies or is upgraded
+ATTEMPT_MARK = "#"  # before the number of a repetition, in request ids
+PROCESS_ID = uuid.uuid4().hex
+"""Begins the ids of all requests of this process: several processes share the replicas."""
+MAX_ATTEMPTS = 3  # of a call, or of a request that has no token yet, if its replica dies or is upgraded
+
+
+host_numbers = itertools.count()
 
 
 class RayHost(EngineHost):
@@ -43,7 +51,7 @@ class RayHost(EngineHost):
         """`handle` and `name` are those of the deployment."""
         self._handle = handle
         self._name = name
-        self._prefix = uuid.uuid4().hex  # of request ids: several servers share the replicas
+        self._prefix = f"{PROCESS_ID}.{next(host_numbers)}"  # of request ids
         self._pending = PendingRequests(self.cancel)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._loop = asyncio.new_event_loop()
@@ -62,8 +70,15 @@ class RayHost(EngineHost):
         names = list_names(first.entries, first.salt, model=self._model, block_size=self._block_size)
         submission = Submission(renamed, self._loop.time())
         streams = self._pending.add_streams([request.id for request in renamed])
-        asyncio.run_coroutine_threadsafe(self._start(submission, names), self._loop)
+        self._schedule(self._start(submission, names))
         return streams
+
+    def _schedule(self, coroutine: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
+        """Run a coroutine in the loop of this host, without the context of the HTTP request.
+
+        In that context Ray would give all calls the same id, by which it routes and counts them.
+        """
+        return contextvars.Context().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
 
     async def _start(self, submission: Submission, names: list[bytes]) -> None:
         task = asyncio.ensure_future(self._run(submission, names))
@@ -79,13 +94,15 @@ class RayHost(EngineHost):
                 if attempt:
                     logger.warning("a replica was lost (%s); another one gets its request", describe_error(error))
                 has_tokens = False
-                content = pack("request", submission.build_repeat(ids) if attempt else submission.requests)
+                content = pack("request", build_attempt(submission, attempt))
                 try:
                     responses = self._handle.options(stream=True).generate.remote(
                         content, names=names, entries=len(submission.requests[0].entries)
                     )
                     async for packed in responses:
                         events = [from_portable_event(event) for event in unpack("events", packed)]
+                        if attempt:
+                            events = [restore_request_id(event) for event in events]
                         has_tokens = has_tokens or not all(isinstance(event, PrefillProgress) for event in events)
                         self._pending.deliver(events)
                     return
@@ -113,26 +130,40 @@ class RayHost(EngineHost):
 
     # --- calls
 
+    @property
+    def replicas(self) -> list[str]:
+        """Ids of the replicas that run now; empty if the router of this process knows none yet."""
+        return replica_lists[self._name]() if self._name in replica_lists else []
+
     def call(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> ResultT:
-        """Run a function on the engine of any replica."""
-        result: ResultT = self._call(function, None)
+        """Run a function on the engine of any replica, of another one if it is lost."""
+        result: ResultT = read_result(self._schedule(self._call_any(pack("function", function))).result())
         return result
 
+    async def _call_any(self, content: bytes) -> bytes:
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                return await self._handle.call.remote(content, replica=None)  # type: ignore[no-any-return]
+            except Exception as error:
+                if attempt == MAX_ATTEMPTS - 1:
+                    raise EngineCrashed(f"replica was lost: {describe_error(error)}") from None
+                logger.warning("a replica was lost (%s); another one gets its call", describe_error(error))
+        raise AssertionError
+
     def call_each(self, function: Callable[[Engine], ResultT | Future[ResultT]]) -> list[ResultT]:
-        """Run a function on the engines of all replicas."""
-        replicas = replica_lists[self._name]() if self._name in replica_lists else []
-        return [self._call(function, replica) for replica in replicas] if replicas else [self.call(function)]
-
-    def _call(self, function: Callable[[Engine], Any], replica: str | None) -> Any:
+        """Run a function on the engines of all replicas. Those that are lost meanwhile are left out."""
         content = pack("function", function)
+        calls = [self._schedule(self._call_one(content, replica)) for replica in self.replicas]
+        answers = [answer for call in calls if (answer := call.result()) is not None]
+        return [read_result(answer) for answer in answers] if answers else [self.call(function)]
 
-        async def call() -> bytes:
+    async def _call_one(self, content: bytes, replica: str) -> bytes | None:
+        """Return the answer of a replica; None if it is lost."""
+        try:
             return await self._handle.call.remote(content, replica=replica)  # type: ignore[no-any-return]
-
-        value, error = unpack("function", asyncio.run_coroutine_threadsafe(call(), self._loop).result())
-        if error is not None:
-            raise error
-        return value
+        except Exception as error:
+            logger.warning("replica %s was lost (%s)", replica, describe_error(error))
+            return None
 
     def attach_event_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Has no effect: events reach an event loop from the thread of this host."""
@@ -143,7 +174,7 @@ class RayHost(EngineHost):
         self._pending.fail_all(Closed("engine"))
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
+        self._schedule(self._cancel_all()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -154,3 +185,34 @@ class RayHost(EngineHost):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
+
+
+def build_attempt(submission: Submission, attempt: int) -> tuple[Request, ...]:
+    """Return the requests of an attempt. A replica that was only unreachable may still run those of an earlier one."""
+    if attempt == 0:
+        return submission.requests
+    repeated = submission.build_repeat([request.id for request in submission.requests])
+    return tuple(replace(request, id=f"{request.id}{ATTEMPT_MARK}{attempt}") for request in repeated)
+
+
+def restore_request_id(event: EngineEvent) -> EngineEvent:
+    """Return an event of a repeated request with the id of the first attempt."""
+    id = event.request_id.rpartition(ATTEMPT_MARK)[0]
+    return event._replace(request_id=id) if isinstance(event, Token) else replace(event, request_id=id)
+
+
+def read_result(answer: bytes) -> Any:
+    """Return the result of a call from the answer of a replica, or raise its error."""
+    value, error = unpack("function", answer)
+    if error is not None:
+        raise error
+    return value
+
+
+def get_process_id(request_id: str) -> str:
+    """Return the `PROCESS_ID` of the process that sent a request.
+
+    >>> get_process_id("0f3a.2-response-1")
+    '0f3a'
+    """
+    return request_id.partition(".")[0]

@@ -17,6 +17,7 @@ from afterglow.engine.types.request import EngineEvent, FinishCause, Token
 from afterglow.errors import AfterglowError, UnsupportedOperation
 
 GetLogits: TypeAlias = Callable[[int], NDArray[np.float32]]
+NO_LOGITS = np.empty(0, np.float32)
 
 
 def sample_and_verify(
@@ -36,15 +37,19 @@ def sample_and_verify(
     """
     job = running.job
     request = job.request
+    needs_logprobs = request.logprobs is not None or bool(request.logprob_tokens)
     for index, draft_token in enumerate((*running.draft, None)):
-        token = sample_token(running, get_logits(index)) if index or first_token is None else first_token
-        if isinstance(token, AfterglowError):
+        token = None if index else first_token
+        logits = get_logits(index) if token is None or needs_logprobs else NO_LOGITS
+        if token is None:
+            token = sample_token(running, logits)
+        elif isinstance(token, AfterglowError):
             raise token
         job.generated.append(token)
-        if request.logprobs is None and not request.logprob_tokens:
+        if not needs_logprobs:
             events.append(Token(request.id, token))
         else:
-            logprobs = log_softmax(get_logits(index))
+            logprobs = log_softmax(logits)
             chosen = tuple((other, float(logprobs[other])) for other in request.logprob_tokens)
             alternatives = find_top_logprobs(logprobs, request.logprobs or 0) + chosen
             events.append(Token(request.id, token, float(logprobs[token]), alternatives))

@@ -53,24 +53,24 @@ class AdmissionQueue:
         self.in_flight = 0
         self.background = 0  # of those in flight
         self._lock = threading.Lock()
-        self._max_running = max_running
-        self._max_in_flight = max_running + max_waiting
+        self.max_running = max_running  # replicas may join and leave
+        self._max_waiting = max_waiting
         self._mean_seconds = 1.0  # moving average of the duration of a request
 
     @property
     def waiting(self) -> int:
         """Choices that wait for a sequence."""
-        return max(0, self.in_flight - self._max_running)
+        return max(0, self.in_flight - self.max_running)
 
     def admit(self, count: int, *, is_background: bool = False) -> Ticket:
         """Admit `count` choices or raise a 429 error. An idle model admits any number."""
         with self._lock:
             taken = self.in_flight if is_background else self.in_flight - self.background
-            if taken and taken + count > self._max_in_flight:
+            limit = self.max_running + self._max_waiting
+            if taken and taken + count > limit:
                 raise APIError(
                     429,
-                    f"the queue is full: {taken} choices are running or waiting, the limit is "
-                    f"{self._max_in_flight}; retry later",
+                    f"the queue is full: {taken} choices are running or waiting, the limit is {limit}; retry later",
                     error_type="rate_limit_error",
                     code="queue_full",
                     retry_after=self._estimate_wait_seconds(),
@@ -88,7 +88,7 @@ class AdmissionQueue:
 
     def _estimate_wait_seconds(self) -> int:
         """Estimate the seconds until a sequence becomes free."""
-        return max(1, min(MAX_RETRY_AFTER_SECONDS, math.ceil(self._mean_seconds / self._max_running)))
+        return max(1, min(MAX_RETRY_AFTER_SECONDS, math.ceil(self._mean_seconds / self.max_running)))
 
 
 class MediaReservation:

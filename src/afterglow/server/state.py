@@ -80,11 +80,12 @@ class ServerState(Closeable):
 
     def get_admission_queue(self, model: Model) -> AdmissionQueue:
         """Return the admission queue of a model."""
-        if model.name not in self._admission_queues:
-            self._admission_queues[model.name] = AdmissionQueue(
-                max_running=model.engine_info.sequences, max_waiting=self.settings.max_queue
-            )
-        return self._admission_queues[model.name]
+        sequences = model.engine_info.sequences
+        if (queue := self._admission_queues.get(model.name)) is None:
+            queue = AdmissionQueue(max_running=sequences, max_waiting=self.settings.max_queue)
+            self._admission_queues[model.name] = queue
+        queue.max_running = sequences
+        return queue
 
     async def run_text_work(self, work: Callable[[], ResultT]) -> ResultT:
         """Run template rendering or tokenization in a thread."""

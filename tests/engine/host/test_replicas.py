@@ -57,6 +57,14 @@ def test_a_prefix_that_loads_slower_than_it_computes_is_not_counted_as_shared() 
     assert estimate_first_token_seconds(slow, 1000, shared_entries=1000) == pytest.approx(0.1)
 
 
+def test_without_a_shared_tier_a_busy_replica_gets_no_request_that_an_idle_one_can_serve() -> None:
+    speeds = ReplicaSpeeds(load_seconds_per_entry=math.inf)
+    busy, idle = ReplicaLoad(running=1, speeds=speeds), ReplicaLoad(speeds=speeds)
+    assert estimate_first_token_seconds(idle, 100) < estimate_first_token_seconds(busy, 100) < math.inf
+    for loads in ({"busy": busy, "idle": idle}, {"idle": idle, "busy": busy}):
+        assert choose_replica(loads, 100) == "idle"
+
+
 def test_requests_spread_over_replicas_that_are_equal_otherwise() -> None:
     loads = {"a": ReplicaLoad(running=1), "b": ReplicaLoad()}
     assert choose_replica(loads, 100) == "b"

@@ -73,9 +73,9 @@ def estimate_first_token_seconds(load: ReplicaLoad, prompt_entries: int, shared_
     speeds = load.speeds
     missing = max(0, prompt_entries - load.cached_entries)
     loadable = min(missing, max(0, shared_entries - load.cached_entries))
-    if speeds.load_seconds_per_entry >= speeds.seconds_per_entry:
-        loadable = 0
-    own = (missing - loadable) * speeds.seconds_per_entry + loadable * speeds.load_seconds_per_entry
+    # An infinite time per entry, without a shared tier, is never multiplied by 0.
+    seconds_per_loadable = min(speeds.load_seconds_per_entry, speeds.seconds_per_entry)
+    own = (missing - loadable) * speeds.seconds_per_entry + loadable * seconds_per_loadable
     queued = load.queued_entries * speeds.seconds_per_entry + load.running * speeds.seconds_per_step
     waiting = max(0, load.running + 1 - load.sequences) / max(load.sequences, 1)
     return own + queued + waiting * prompt_entries * speeds.seconds_per_entry
