@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 MIN_MAPPED_BYTES = 16 * 1024  # smaller buffers come from the heap
 MAX_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings, and llama.cpp needs some of them itself
-# Populated at once, because the caller fills the buffer immediately.
-MMAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+MMAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
@@ -29,12 +28,17 @@ def get_allocated_bytes(nbytes: int) -> int:
     return nbytes if nbytes < MIN_MAPPED_BYTES else -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def allocate_zeros(*shape: int) -> NDArray[np.uint8]:
-    """Allocate a zeroed long-lived buffer."""
+def allocate_zeros(*shape: int, populate: bool = True) -> NDArray[np.uint8]:
+    """Allocate a zeroed long-lived buffer.
+
+    Its pages are populated at once, which takes less time than touching them one by one. That holds the GIL: threads
+    that fill buffers at the same time should not `populate` them.
+    """
     nbytes = int(np.prod(shape))
     if nbytes >= MIN_MAPPED_BYTES and len(_mappings) < MAX_MAPPINGS:
         with contextlib.suppress(OSError):  # the system has no more mappings: fall back to the heap
-            mapping = mmap.mmap(-1, nbytes, flags=MMAP_FLAGS)
+            flags = getattr(mmap, "MAP_POPULATE", 0) if populate else 0
+            mapping = mmap.mmap(-1, nbytes, flags=MMAP_FLAGS | flags)
             _mappings.add(mapping)
             return np.frombuffer(mapping, dtype=np.uint8).reshape(shape)
     return np.zeros(shape, dtype=np.uint8)

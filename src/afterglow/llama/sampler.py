@@ -20,7 +20,9 @@ from afterglow.llama.sampling import Sampling
 CANDIDATE_DTYPE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 MIN_SHORTLIST_CANDIDATES = 8192  # with fewer candidates, the native chain is faster than building a shortlist
 SHORTLIST_COLUMN_DEPTH = 64  # logits per column in `build_shortlists`
-MIN_LOGITS_PER_THREAD = 500_000  # fewer take less time than the start of a thread's work
+# Each of few threads gets the logits of several rows: more threads wait for the GIL longer than they compute.
+MIN_LOGITS_PER_THREAD = 1_000_000
+MAX_THREADS = 4
 
 
 class SamplerChain(Handle):
@@ -141,7 +143,7 @@ def sample_rows(chains: Sequence[SamplerChain | None], logits: NDArray[np.float3
     [40, None]
     """
     modes = [None if chain is None else chain.row_mode for chain in chains]
-    parts = max(1, min(count_threads(), logits.size // MIN_LOGITS_PER_THREAD))
+    parts = max(1, min(MAX_THREADS, count_threads(), logits.size // MIN_LOGITS_PER_THREAD))
     bounds = [len(chains) * part // parts for part in range(parts + 1)]
     ranges = [(modes[start:stop], logits[start:stop]) for start, stop in itertools.pairwise(bounds)]
     results = [_reduce_rows(*ranges[0])] if parts == 1 else run_parallel(_reduce_rows, ranges)
@@ -184,17 +186,24 @@ def build_shortlists(logits: NDArray[np.float32], count: int) -> list[NDArray[np
     array([9998, 9999], dtype=int32)
     """
     rows, size = logits.shape
-    width = size // SHORTLIST_COLUMN_DEPTH
+    depth, width = SHORTLIST_COLUMN_DEPTH, size // SHORTLIST_COLUMN_DEPTH
     if size < MIN_SHORTLIST_CANDIDATES or count > width:
         return [None] * rows
-    columns = logits[:, : SHORTLIST_COLUMN_DEPTH * width].reshape(rows, SHORTLIST_COLUMN_DEPTH, width)
+    columns = logits[:, : depth * width].reshape(rows, depth, width)
     maxima = columns.max(axis=1)
-    maxima.partition(width - count, axis=1)
-    found = np.flatnonzero(logits >= maxima[:, width - count, None])
-    candidates = np.zeros(len(found), dtype=CANDIDATE_DTYPE)
-    candidates["id"] = found % size
-    candidates["logit"] = logits.ravel()[found]
-    bounds = np.searchsorted(found, size * np.arange(rows + 1)).tolist()
+    thresholds = np.partition(maxima, width - count, axis=1)[:, width - count, None]
+    # Only columns whose maximum reaches the threshold have such logits, and the rest of the row may.
+    row_of_column, column = np.nonzero(maxima >= thresholds)
+    found, level = np.nonzero(columns[row_of_column, :, column] >= thresholds[row_of_column])
+    rest_row, rest_index = np.nonzero(logits[:, depth * width :] >= thresholds)
+    row = np.concatenate([row_of_column[found], rest_row])
+    tokens = np.concatenate([level * width + column[found], depth * width + rest_index])
+    order = np.lexsort((tokens, row))
+    row, tokens = row[order], tokens[order]
+    candidates = np.zeros(len(tokens), dtype=CANDIDATE_DTYPE)
+    candidates["id"] = tokens
+    candidates["logit"] = logits[row, tokens]
+    bounds = np.searchsorted(row, np.arange(rows + 1)).tolist()
     # Fewer than `count`: some logits are NaN.
     return [candidates[start:stop] if stop - start >= count else None for start, stop in itertools.pairwise(bounds)]
 

@@ -154,7 +154,7 @@ def load_file(path: Path) -> LoadedFile:
     """
     with _open_file(path) as file:
         header, cache_file, payload_bytes = _read_header(file, os.fstat(file.fileno()).st_size)
-        payload = page_buffers.allocate_zeros(payload_bytes)
+        payload = page_buffers.allocate_zeros(payload_bytes, populate=False)  # several threads read files
         _read_into(file, payload.data)
     _verify_checksum(header, payload.data)
     if path.name != cache_file.name:
