@@ -125,8 +125,10 @@ def temporary_directory() -> Iterator[Path]:
 
 
 @contextmanager
-def disk_engine(kind: str, directory: Path, **options) -> Iterator[Engine]:
-    settings = EngineSettings(block_size=8, ram_cache_bytes=10**7, disk_cache_directory=directory)
+def disk_engine(kind: str, directory: Path, ram_cache_bytes=10**7, block_size=8, **options) -> Iterator[Engine]:
+    settings = EngineSettings(
+        block_size=block_size, ram_cache_bytes=ram_cache_bytes, disk_cache_directory=directory
+    )  # fmt: skip
     engine = fake(kind, settings, **options)
     engine.backend.interner = engine.interner
     try:
@@ -148,6 +150,23 @@ def test_a_restart_changes_no_token(kind, kv_unified):
         with disk_engine(kind, directory, kv_unified=kv_unified, sequences=2) as engine:
             assert run_again(engine, kind) >= 8 * 30
             assert engine.prefix_cache.store.disk_tier.counters.hits >= 2
+
+
+def test_a_sequence_larger_than_the_ram_tier_survives_a_restart(kind="attention"):
+    entries, limit, options = prompt(4000, 7), 100_000, {"block_size": 128, "cells_per_sequence": 5000}
+    with temporary_directory() as directory:
+        with disk_engine(kind, directory, limit, **options) as engine:
+            first = ask(engine, entries)
+            ram = engine.prefix_cache.store.ram
+            used_bytes = []
+            put = ram.put
+            ram.put = lambda data: (put(data), used_bytes.append(ram.budget.used_bytes))
+            engine.close(60)
+            assert max(used_bytes) <= limit < ram.counters.saved_bytes
+        with disk_engine(kind, directory, **options) as engine:
+            second = ask(engine, entries)
+            assert second.tokens == first.tokens == reference(lambda: fake(kind, cells_per_sequence=5000), entries)
+            assert second.cached >= 3990
 
 
 def run_again(engine: Engine, kind: str) -> int:

@@ -50,6 +50,9 @@ from afterglow.errors import AfterglowError, KVCacheFull
 MAX_SKIPPED_STOP_ENTRIES = 24
 MAX_CANDIDATE_SEQUENCES = 16  # sequences that a plan considers: those that share most, and the longest idle ones
 CLOSE_TIMEOUT_SECONDS = 3.0  # for storing idle sequences on disk
+IDLE_WRITE_SECONDS = (
+    1.0  # how long an idle engine waits for the disk while it stores a sequence larger than the RAM tier
+)
 MAX_FOLLOWING_ENTRIES = 4096  # of a stored prefix after the entries that a prompt shares with it
 MAX_DESCRIBED_ENTRIES = 400  # the same in the description of a plan
 PLAN_KINDS: dict[type[PrefixPlan], PlanKind] = {
@@ -326,7 +329,7 @@ class PrefixCache:
         """Queue everything of a prefix for the disk: of idle sequences that hold it, and what is stored."""
         for slot in self.slots:
             if slot.namespace == namespace and not slot.busy and common_prefix_length(slot.entries, entries):
-                self._write_to_disk(slot, keep_all=True)
+                self._write_to_disk(slot, keep_all=True, wait_seconds=IDLE_WRITE_SECONDS)
         self._drop_orphaned_checkpoints()
         self.store.write_back_prompt(entries, namespace)
 
@@ -338,7 +341,7 @@ class PrefixCache:
         while self._unwritten_slots:
             slot, _ = self._unwritten_slots.popitem()
             if not slot.busy and len(slot):
-                self._write_to_disk(slot, keep_all=keep_all)
+                self._write_to_disk(slot, keep_all=keep_all, wait_seconds=IDLE_WRITE_SECONDS)
                 self._drop_orphaned_checkpoints()
                 return True
         return False
@@ -357,7 +360,7 @@ class PrefixCache:
             before = [replace(tier.counters) for tier in slower]
             for slot in sorted(idle, key=lambda slot: -slot.last_used):
                 if time.monotonic() < deadline:
-                    self._write_to_disk(slot, keep_all=True)
+                    self._write_to_disk(slot, keep_all=True, wait_seconds=deadline - time.monotonic())
                     self.store.flush(max(0.0, deadline - time.monotonic()))
             self.store.write_back_all()
             report.is_complete = self.store.flush(max(0.0, deadline - time.monotonic()))
@@ -521,8 +524,13 @@ class PrefixCache:
         if self._count_recoverable(slot) < len(slot) > remaining:
             self.eviction_history.add(slot.entries, slot.namespace)
 
-    def _store_if_valuable(self, slot: Sequence, remaining: int = 0, *, keep_all: bool = False) -> None:
-        """Store a sequence in RAM, and on disk if there is one, if that is worth its cost or everything is kept."""
+    def _store_if_valuable(
+        self, slot: Sequence, remaining: int = 0, *, keep_all: bool = False, wait_seconds: float = 0.0
+    ) -> None:
+        """Store a sequence in RAM, and on disk if there is one, if that is worth its cost or everything is kept.
+
+        `wait_seconds`: for the disk, if the sequence is larger than the RAM tier.
+        """
         with contextlib.suppress(AfterglowError):  # a sequence that cannot be saved is not stored
             if not self._can_store:
                 return
@@ -532,22 +540,22 @@ class PrefixCache:
             capabilities = self._backend.capabilities
             last_logits = self.store.ram.logits.find_on_path(slot.entries, slot.namespace)
             if not capabilities.has_partial_state:
-                if self.store.store_sequence(slot, None):
+                if self.store.store_sequence(slot, None, wait_seconds):
                     self.store.write_back_logits(last_logits)
                 return
             if not self._checkpoint_settings.max_checkpoints:
                 return  # without a checkpoint, the cells would be of no use
             state = self._save_partial_state(slot)
-            if capabilities.has_attention_cells and not self.store.store_sequence(slot, state):
+            if capabilities.has_attention_cells and not self.store.store_sequence(slot, state, wait_seconds):
                 return
             if not self.checkpoints.has_checkpoint_at(slot.entries, slot.namespace):
                 self._add_checkpoint(slot, state)
             self.store.write_back(self.checkpoints.find_on_path(slot.entries, slot.namespace))
             self.store.write_back_logits(last_logits)
 
-    def _write_to_disk(self, slot: Sequence, *, keep_all: bool = False) -> None:
+    def _write_to_disk(self, slot: Sequence, *, keep_all: bool = False, wait_seconds: float) -> None:
         """Store a sequence if it is worth it, and queue everything of it that is stored but not on disk."""
-        self._store_if_valuable(slot, keep_all=keep_all)
+        self._store_if_valuable(slot, keep_all=keep_all, wait_seconds=wait_seconds)
         self.store.write_back_prompt(slot.entries, slot.namespace)
 
     def _is_worth_storing(self, slot: Sequence, remaining: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -168,8 +169,12 @@ class TieredStore:
 
     # --- storing
 
-    def store_sequence(self, sequence: Sequence, partial: BackendState | None) -> bool:
-        """Store the cells of a sequence; return False if there is no space or the cells cannot be extracted."""
+    def store_sequence(self, sequence: Sequence, partial: BackendState | None, wait_seconds: float = 0.0) -> bool:
+        """Store the cells of a sequence; return False if there is no space or the cells cannot be extracted.
+
+        A sequence that is larger than the RAM tier reaches the slower tiers in portions, within `wait_seconds`. If that
+        is too short, its first blocks are stored.
+        """
         entries, length = sequence.entries.copy(), len(sequence)
         stored_prefix = self.find_stored_prefix(entries, sequence.namespace)
         self.ram.touch(stored_prefix.blocks)
@@ -179,7 +184,7 @@ class TieredStore:
         bytes_per_entry = self.ram.bytes_per_entry or self._backend.get_state_size(sequence.seq_id, "full") / length
         needed = (length - full_blocks_length) * bytes_per_entry
         protected = {block.key for block in stored_prefix.blocks}
-        if not self.ram.evict_until_free(int(needed), protected):
+        if not self.ram.evict_until_free(int(min(needed, self._portion_bytes)), protected):
             self.ram.counters.rejected_saves += 1
             return False
         started = time.perf_counter()
@@ -188,10 +193,16 @@ class TieredStore:
         self._cost_model.record_transfer(state.nbytes, time.perf_counter() - started, len(sequence))
         if cells is None or len(cells) != self._interner.count_cells(sequence.entries):
             return False
-        return self._store_blocks(cells, entries, sequence, stored_prefix)
+        return self._store_blocks(cells, entries, sequence, stored_prefix, time.monotonic() + wait_seconds)
+
+    @property
+    def _portion_bytes(self) -> float:
+        """Bytes of the blocks that are added before the slower tiers, if there are any, have written them."""
+        available = self.ram.budget.limit - self.ram.pinned_bytes
+        return math.inf if len(self.tiers) == 1 or available <= 0 else available / 2
 
     def _store_blocks(
-        self, cells: BackendCells, entries: Entries, sequence: Sequence, stored_prefix: StoredPrefix
+        self, cells: BackendCells, entries: Entries, sequence: Sequence, stored_prefix: StoredPrefix, deadline: float
     ) -> bool:
         """Add blocks for the entries after the full blocks that are already stored."""
         block_size = self.hasher.block_size
@@ -204,19 +215,27 @@ class TieredStore:
         starts = range(start, len(entries), block_size)
         chunks = [entries[chunk_start : chunk_start + block_size] for chunk_start in starts]
         cell_counts = [self._interner.count_cells(chunk) for chunk in chunks]
-        needed = (
-            sum(page_buffers.get_allocated_bytes(count * cells.cell_bytes) for count in cell_counts)
-            + (len(entries) - start) * entries.itemsize
-            + len(chunks) * BLOCK_TABLE_BYTES
-        )
-        self.ram.bytes_per_entry = needed / max(len(entries) - start, 1)
-        if not self.ram.evict_until_free(needed, {block.key for block in path}):
-            self.ram.counters.rejected_saves += 1
-            return False
+        sizes = [
+            page_buffers.get_allocated_bytes(count * cells.cell_bytes) + chunk.nbytes + BLOCK_TABLE_BYTES
+            for chunk, count in zip(chunks, cell_counts, strict=True)
+        ]
+        self.ram.bytes_per_entry = sum(sizes) / max(len(entries) - start, 1)
         parent = path[-1].key if path else self.hasher.get_root_key(sequence.namespace)
         first_cell = self._interner.count_cells(entries[:start])
         pin_spans = self.pin_manager.pins.find_spans(sequence.entries, sequence.namespace)
-        for chunk_start, chunk, count in zip(starts, chunks, cell_counts, strict=True):
+        protected = {block.key for block in path}
+        stored_bytes, portion_end = 0, 0
+        for index, (chunk_start, chunk, count) in enumerate(zip(starts, chunks, cell_counts, strict=True)):
+            if index == portion_end:
+                if index:
+                    self.flush(max(0.0, deadline - time.monotonic()))
+                    self.refresh()
+                    # The last one has to stay in the tree, as the parent of the next.
+                    protected = {block.key for block in path if not self._is_written(block) or block is path[-1]}
+                portion_end = find_portion_end(sizes, index, self._portion_bytes)
+                if not self.ram.evict_until_free(sum(sizes[index:portion_end]), protected):
+                    self.ram.counters.rejected_saves += 1
+                    break
             rows = cells.copy_rows(first_cell, first_cell + count)
             block = Block(
                 key=self.hasher.hash_block(parent, chunk),
@@ -236,12 +255,19 @@ class TieredStore:
                     tier.delete(redundant)
             path.append(block)
             parent, first_cell = block.key, first_cell + count
+            stored_bytes += sizes[index]
+        if not stored_bytes:
+            return False
         self.ram.touch(path)
         self.ram.counters.saves += 1
-        self.ram.counters.saved_bytes += needed
-        self.ram.events.record("stored", self.ram.name, entries=len(entries) - start, nbytes=needed)
+        self.ram.counters.saved_bytes += stored_bytes
+        self.ram.events.record("stored", self.ram.name, entries=path[-1].end - start, nbytes=stored_bytes)
         self.pin_manager.enforce_limit()
-        return True
+        return path[-1].end == len(entries)
+
+    def _is_written(self, block: Block) -> bool:
+        """Return whether a slower tier than RAM has a block."""
+        return any(tier.holds(block) for tier in self.tiers[1:])
 
     def store_logits(self, entries: Entries, salt: str, logits: NDArray[np.float32]) -> None:
         """Add the logits after a prompt to RAM, if they fit and are not there."""
@@ -473,3 +499,16 @@ class TieredStore:
         """Close the tiers, after at most `timeout` seconds for queued writes."""
         for tier in self.tiers:
             tier.close(timeout)
+
+
+def find_portion_end(sizes: SequenceOf[int], start: int, limit: float) -> int:
+    """Return the end of the longest run of sizes from `start` on whose sum is within `limit`, with at least one.
+
+    >>> find_portion_end([5, 5, 5], 0, 12), find_portion_end([50, 5], 0, 12)
+    (2, 1)
+    """
+    end, total = start + 1, sizes[start]
+    while end < len(sizes) and total + sizes[end] <= limit:
+        total += sizes[end]
+        end += 1
+    return end
