@@ -89,11 +89,11 @@ def _(put):
 
 @mutant("the sampler samples after rejected draft tokens", laws.test_speculation_changes_no_token)
 def _(put):
-    def sample_and_verify(running, backend, span, row, events):
+    def sample_and_verify(running, backend, get_logits, events, first_token=None):
         before = len(running.job.generated)
-        finish_cause = original(running, backend, span, row, events)
-        for offset in range(len(running.job.generated) - before, len(running.draft) + 1):
-            running.job.sampler.sample(backend.get_logits(span, row + offset))
+        finish_cause = original(running, backend, get_logits, events, first_token)
+        for index in range(len(running.job.generated) - before, len(running.draft) + 1):
+            running.job.sampler.sample(get_logits(index))
         return finish_cause
 
     original = engine.sample_and_verify
@@ -102,8 +102,11 @@ def _(put):
 
 @mutant("the logits of the next row are used", laws.test_speculation_changes_no_token)
 def _(put):
-    def sample_and_verify(running, backend, span, row, events):
-        return original(running, backend, span, row + bool(running.draft), events)
+    def sample_and_verify(running, backend, get_logits, events, first_token=None):
+        def get_next(index):
+            return get_logits(min(index + 1, len(running.draft)))
+
+        return original(running, backend, get_next, events)
 
     original = engine.sample_and_verify
     put(engine, "sample_and_verify", sample_and_verify)

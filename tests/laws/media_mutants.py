@@ -76,8 +76,8 @@ def _(put):
 
 @mutant("no checkpoint is taken after images", laws.test_c7_checkpoints_are_taken_right_after_images)
 def _(put):
-    def checkpoint_positions(original, self, sequence, entries, boundaries):
-        return [position for position in original(self, sequence, entries, boundaries) if entries[position - 1] >= 0]
+    def checkpoint_positions(original, self, sequence, entries, *options):
+        return [position for position in original(self, sequence, entries, *options) if entries[position - 1] >= 0]
 
     wrap(PrefixCache, "checkpoint_positions", checkpoint_positions)(put)
 

@@ -461,9 +461,9 @@ def _(put):
     sequence_laws.test_a_sequence_is_restored_from_a_snapshot_and_from_a_fork,
 )
 def _(put):
-    def acquire(original, self, plan, *salt):
+    def acquire(original, self, plan, *salt, **options):
         entries = getattr(plan, "slot", None) and plan.slot.entries.copy()
-        target, reused = original(self, plan, *salt)
+        target, reused = original(self, plan, *salt, **options)
         if entries is not None:
             self._idle_tree.insert(entries, target)
         return target, reused
@@ -473,8 +473,8 @@ def _(put):
 
 @mutant("two jobs share a slot", engine_laws.test_concurrency_changes_no_token)
 def _(put):
-    def acquire(original, self, plan, *salt):
-        target, reused = original(self, plan, *salt)
+    def acquire(original, self, plan, *salt, **options):
+        target, reused = original(self, plan, *salt, **options)
         target.busy = False
         self._idle_slots[target] = None
         return target, reused

@@ -226,9 +226,15 @@ def test_forgotten_prompts_leave_no_logits(kind):
 @pytest.mark.parametrize("length", [64, 90])
 @every_kind
 def test_in_deterministic_mode_repeats_are_equal_to_the_last_bit(kind, length):
-    engine = fake(kind, replace(SETTINGS, deterministic=True, grid=32), batch_cells=64, simulate_rounding=True)
+    def make() -> Engine:
+        return fake(kind, replace(SETTINGS, deterministic=True, grid=32), batch_cells=64, simulate_rounding=True)
+
+    engine = make()
     first = ask(engine, PROMPT[:length], logprobs=5)
-    ask(engine, [*PROMPT[:length], *first.tokens, *prompt(40, 3)])
+    longer = [*PROMPT[:length], *prompt(40, 3)]
+    second = ask(engine, longer, logprobs=5)
+    cold = ask(make(), longer, logprobs=5)
+    assert (second.tokens, second.logprobs) == (cold.tokens, cold.logprobs)
     answer = ask(engine, PROMPT[:length], logprobs=5)
     assert (answer.tokens, answer.logprobs) == (first.tokens, first.logprobs)
 
