@@ -152,8 +152,9 @@ def test_a_restart_changes_no_token(kind, kv_unified):
             assert engine.prefix_cache.store.disk_tier.counters.hits >= 2
 
 
-def test_a_sequence_larger_than_the_ram_tier_survives_a_restart(kind="attention"):
-    entries, limit, options = prompt(4000, 7), 100_000, {"block_size": 128, "cells_per_sequence": 5000}
+def test_a_sequence_larger_than_the_ram_tier_survives_a_restart():
+    kind, entries, limit = "attention", prompt(4000, 7), 100_000
+    options = {"block_size": 128, "cells_per_sequence": 5000}
     with temporary_directory() as directory:
         with disk_engine(kind, directory, limit, **options) as engine:
             first = ask(engine, entries)

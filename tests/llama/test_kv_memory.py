@@ -213,6 +213,26 @@ def test_c11_a_hybrid_rollback_is_limited_by_the_last_decode_and_the_snapshots(o
         assert max_difference(decode_tokens(context, 0, [42], end - back), again) < LOGIT_TOLERANCE
 
 
+@pytest.mark.parametrize("unified", KV_LAYOUTS)
+@pytest.mark.parametrize("rows", [5, 16], ids=["equal rows", "other rows"])
+def test_c11_a_hybrid_rolls_back_beside_a_sequence_with(open_context, unified, rows):
+    """In unified memory, llama.cpp loses the snapshots of sequences that have fewer rows than others."""
+    context = open_context("hybrid", recurrent_snapshots=4, kv_unified=unified)
+    tokens = random_tokens(30)
+    decode_tokens(context, 1, tokens[:20])
+    context.batch.clear()
+    context.batch.add(random_tokens(rows, seed=1), position=0, sequence=0, outputs=1)
+    context.batch.add(tokens[20:25], position=20, sequence=1, outputs=1)
+    context.decode()
+    is_possible = rows == 5 or not unified
+    assert context.memory.can_resume(1, 22) is is_possible
+    assert context.memory.remove(1, start=22) is is_possible
+    if is_possible:
+        fresh = open_context("hybrid")
+        expected = decode_tokens(fresh, 0, [*tokens[:22], 42])
+        assert max_difference(decode_tokens(context, 1, [42], 22), expected) < LOGIT_TOLERANCE
+
+
 def test_c11_a_hybrid_rolls_back_once_per_decode(open_context):
     context = open_context("hybrid", recurrent_snapshots=3)
     decode_tokens(context, 0, random_tokens(20))

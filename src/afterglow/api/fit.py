@@ -298,7 +298,7 @@ class _Planner:
 
     def _build_settings(self, candidate: Candidate) -> ContextSettings:
         options = cast(LoadOptions, {**self._options, **asdict(candidate), "threads": 1})
-        return replace(build_context_settings(options), recurrent_snapshots=self._companions.recurrent_snapshots)
+        return add_snapshots(build_context_settings(options), self._companions.recurrent_snapshots)
 
     def _measure_draft(self, settings: ContextSettings) -> int:
         """Return the memory of a draft model with the same context, or of the context of MTP heads."""
@@ -473,3 +473,8 @@ def find_first(count: int, holds: Callable[[int], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return low
+
+
+def add_snapshots(settings: ContextSettings, count: int) -> ContextSettings:
+    """Return settings with snapshots of recurrent states. Unified memory has none, since a decode may lose them."""
+    return replace(settings, recurrent_snapshots=0 if settings.kv_unified else count)

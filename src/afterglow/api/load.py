@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias, Unpack, cast
 
 from afterglow import registry
 from afterglow.api.adapters import read_adapters
-from afterglow.api.fit import Companions, FitPlan, plan_fit
+from afterglow.api.fit import Companions, FitPlan, add_snapshots, plan_fit
 from afterglow.api.model import Model
 from afterglow.api.options import (
     LoadOptions,
@@ -258,9 +258,8 @@ def build_engine_spec(
     options = cast(LoadOptions, {**options, **plan.options})
     if options["threads"] is None:
         options["threads"] = max(1, count_usable_cores() // options["replicas"])
-    context_settings = replace(
-        build_context_settings(options), recurrent_snapshots=count_recurrent_snapshots(draft, engine_settings)
-    )
+    snapshots = count_recurrent_snapshots(draft, engine_settings)
+    context_settings = add_snapshots(build_context_settings(options), snapshots)
     model_settings = build_model_settings(options)
     return EngineSpec(
         path=path,

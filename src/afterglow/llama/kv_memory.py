@@ -99,7 +99,8 @@ class KVMemory:
 
         Full attention: always. Sliding window: while the whole window before `position` is in memory. Recurrent and
         hybrid: at the end, or r entries before it if the last decode had more than r rows of this sequence and the
-        context has r snapshots; once per decode, and not after the sequence was copied or others were decoded.
+        context has r snapshots; once per decode, and not after the sequence was copied or others were decoded. In
+        unified memory also not if the last decode had sequences with different numbers of rows.
         """
         current = self.get_position_range(sequence)
         position = check_integer("position", position, 0)
@@ -248,7 +249,11 @@ class KVMemory:
         if not self._context.max_rollback:
             return
         self._decoded_rows = np.bincount(sequences, minlength=len(self._decoded_rows))
-        self._rolled_back[self._decoded_rows > 0] = False
+        is_decoded = self._decoded_rows > 0
+        self._rolled_back[is_decoded] = False
+        if self._context.settings.kv_unified and len(set(self._decoded_rows[is_decoded].tolist())) > 1:
+            # The snapshots of the sequences with fewer rows are lost: their states are moved during the decode.
+            self._decoded_rows[:] = 0
 
     def record_embedding_decode(self, sequence: int) -> None:
         """Record a decode of media rows: they cannot be rolled back individually."""

@@ -262,4 +262,5 @@ def _compute_max_rollback(context: LlamaContext) -> int:
             return context.cells_per_sequence
         case "window":
             return context.cells_per_sequence if context.settings.swa_full else context.ubatch
-    return 0 if context.memory.is_unknown else context.max_rollback
+    # In unified memory, a decode with a prefill chunk beside draft tokens loses the snapshots.
+    return 0 if context.memory.is_unknown or context.settings.kv_unified else context.max_rollback
