@@ -21,7 +21,7 @@ CANDIDATE_DTYPE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.fl
 MIN_SHORTLIST_CANDIDATES = 8192  # with fewer candidates, the native chain is faster than building a shortlist
 SHORTLIST_COLUMN_DEPTH = 64  # logits per column in `build_shortlists`
 # Each of few threads gets the logits of several rows: more threads wait for the GIL longer than they compute.
-MIN_LOGITS_PER_THREAD = 1_000_000
+MIN_LOGITS_PER_THREAD = 1_200_000
 MAX_THREADS = 4
 
 
