@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.kvcache.objects.tier import ObjectTier
-from afterglow.engine.types.settings import EngineSettings
 from support.object_store import BUCKET, ObjectStore, run_object_store
-from support.play import KINDS, Answer, ask, fake, prompt, reference, set_prefill_cost
+from support.play import KINDS, ask, fake, prompt, reference
+from support.sharing_engines import ask_and_store, get_tier, run_sharing_engines
 
 pytestmark = pytest.mark.slow
 ENTRIES = prompt(300, seed=3)
@@ -29,38 +28,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
 
 @pytest.fixture
 def start(store: ObjectStore) -> Iterator[Callable[..., Engine]]:
-    """Start engines that share the store. Computing is slow, so that everything is worth loading."""
-    engines: list[Engine] = []
-
-    def start(kind: str = "attention", **settings: object) -> Engine:
-        options = {
-            "shared_cache": f"s3://{BUCKET}/prefixes",
-            "block_size": 16,
-            "ram_cache_bytes": 10**7,
-            "write_through": True,
-        }
-        engine = fake(kind, EngineSettings(**{**options, **settings}), sequences=2)  # type: ignore[arg-type]
-        set_prefill_cost(engine, 0.05)
-        engines.append(engine)
-        return engine
-
-    yield start
-    for engine in engines:
-        engine.close()
-
-
-def get_tier(engine: Engine) -> ObjectTier:
-    tier = engine.prefix_cache.store.object_tier
-    assert tier is not None
-    return tier
-
-
-def ask_and_store(engine: Engine, entries: list[int]) -> Answer:
-    """Run a request and wait until it is in the store."""
-    answer = ask(engine, entries)
-    engine.write_through()
-    assert get_tier(engine).flush(60)
-    return answer
+    with run_sharing_engines(f"s3://{BUCKET}/prefixes") as start:
+        yield start
 
 
 @pytest.mark.parametrize("kind", KINDS)

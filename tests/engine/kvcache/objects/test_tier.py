@@ -14,10 +14,9 @@ from afterglow.engine.kvcache.disk.files import HEAD_BYTES
 from afterglow.engine.kvcache.objects import tier as tier_module
 from afterglow.engine.kvcache.objects.client import ObjectClient, check_store_url, read_key
 from afterglow.engine.kvcache.objects.search import find_longest_prefix
-from afterglow.engine.kvcache.objects.tier import ObjectTier
-from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument
-from support.play import KINDS, Answer, ask, fake, prompt, reference, set_prefill_cost
+from support.play import KINDS, ask, fake, prompt, reference
+from support.sharing_engines import ask_and_store, get_tier, run_sharing_engines
 
 pytestmark = pytest.mark.slow
 ENTRIES = prompt(300, seed=3)
@@ -25,38 +24,8 @@ ENTRIES = prompt(300, seed=3)
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    """Start engines that share a directory as their store. Computing is slow, so that everything is worth loading."""
-    engines: list[Engine] = []
-
-    def start(kind: str = "attention", seconds_per_entry: float = 0.05, **settings: object) -> Engine:
-        options = {
-            "shared_cache": str(tmp_path / "store"),
-            "block_size": 16,
-            "ram_cache_bytes": 10**7,
-            "write_through": True,
-        }
-        engine = fake(kind, EngineSettings(**{**options, **settings}), sequences=2)  # type: ignore[arg-type]
-        set_prefill_cost(engine, seconds_per_entry)
-        engines.append(engine)
-        return engine
-
-    yield start
-    for engine in engines:
-        engine.close()
-
-
-def get_tier(engine: Engine) -> ObjectTier:
-    tier = engine.prefix_cache.store.object_tier
-    assert tier is not None
-    return tier
-
-
-def ask_and_store(engine: Engine, entries: list[int], **options: object) -> Answer:
-    """Run a request and wait until it is in the store."""
-    answer = ask(engine, entries, **options)
-    engine.write_through()
-    assert get_tier(engine).flush(60)
-    return answer
+    with run_sharing_engines(str(tmp_path / "store")) as start:
+        yield start
 
 
 def list_objects(engine: Engine) -> list[Path]:
