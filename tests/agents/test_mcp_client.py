@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ def call_once(kind: str) -> ToolResult:
 
     before = list_descendants()
     result = asyncio.run(call())
+    deadline = time.monotonic() + 20  # a killed process ends when it runs next
+    while not list_descendants() <= before and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert list_descendants() <= before, "a process is left"
     return result
 

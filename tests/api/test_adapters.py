@@ -103,7 +103,7 @@ def test_a_model_lists_its_adapters(model):
     [
         (["styel"], r"'styel' is not an adapter of '.*'; did you mean 'style'\?"),
         (["style", ("style", 0.5)], "has 'style' twice"),
-        ([("style", float("nan"))], "must be"),
+        ([("style", float("nan"))], "must have a scale from -100 to 100"),
         (["style", 1], "must be"),
     ],
 )

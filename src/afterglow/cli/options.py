@@ -111,8 +111,10 @@ def mark_missing_address(arguments: Sequence[str]) -> list[str]:
     ['--ray=', 'smollm2']
     >>> mark_missing_address(["smollm2", "--ray", "auto"])
     ['smollm2', '--ray', 'auto']
+    >>> mark_missing_address([])
+    []
     """
-    following = [*arguments[1:], ""]
+    following = [*arguments, ""][1:]
     return [
         "--ray=" if word == "--ray" and not RAY_ADDRESS.fullmatch(next_word) else word
         for word, next_word in zip(arguments, following, strict=True)
