@@ -93,9 +93,9 @@ def start_server(kind: type[Peer], size: ServerSize, root: Path) -> Iterator[Pee
         peer.stop()
 
 
-def run_threads(functions: Sequence[Callable[[], None]]) -> float:
-    """Run functions at once; return the seconds until the last one has ended."""
-    threads = [threading.Thread(target=function) for function in functions]
+def run_threads(function: Callable[[Any], object], arguments: Sequence[Any]) -> float:
+    """Call a function with each argument at once; return the seconds until the last call has ended."""
+    threads = [threading.Thread(target=function, args=(argument,)) for argument in arguments]
     started = time.perf_counter()
     for thread in threads:
         thread.start()
@@ -120,7 +120,7 @@ def stream_completion(peer: Peer, prompt: Sequence[int], length: int, **options:
 
 
 def measure_streams(peer: Peer, count: int, sampling: dict[str, Any], seed: int) -> dict[str, float]:
-    """Return tokens per second from the first token of the last stream on, and the gaps between tokens."""
+    """Return tokens per second, from the requests to the last token, and the gaps between tokens."""
     rng = np.random.default_rng(seed)
     prompts = rng.integers(*BYTE_TOKENS, (count, PROMPT_TOKENS)).tolist()
     times: list[list[float]] = [[] for _ in prompts]
@@ -128,7 +128,7 @@ def measure_streams(peer: Peer, count: int, sampling: dict[str, Any], seed: int)
     def run(index: int) -> None:
         times[index] += stream_completion(peer, prompts[index], STREAM_TOKENS, seed=seed + index, **sampling)
 
-    seconds = run_threads([lambda index=index: run(index) for index in range(count)])  # type: ignore[misc]
+    seconds = run_threads(run, range(count))
     gaps = [later - at for stream in times for at, later in itertools.pairwise(stream)]
     return {
         "tokens_per_second": count * STREAM_TOKENS / seconds,
@@ -160,7 +160,7 @@ def measure_agents(peer: Peer, seed: int) -> dict[str, float]:
                 first_turns[index] = time.perf_counter()
 
     started = time.perf_counter()
-    total = run_threads([lambda index=index: run(index) for index in range(AGENTS)])  # type: ignore[misc]
+    total = run_threads(run, range(AGENTS))
     return {"first_turn": max(first_turns) - started, "total": total, "computed": sum(computed)}
 
 
@@ -168,12 +168,10 @@ def measure_third(peer: Peer, seed: int) -> dict[str, float]:
     """Return the tokens per second of a random third of 64 conversations that continue at once."""
     rng = np.random.default_rng(seed)
     prompts = rng.integers(*BYTE_TOKENS, (SLOTS, PROMPT_TOKENS)).tolist()
-    run_threads([lambda prompt=prompt: stream_completion(peer, prompt, 2, **GREEDY) for prompt in prompts])  # type: ignore[misc]
-    chosen = random.Random(seed).sample(prompts, SLOTS // 3)
-    run = [
-        lambda prompt=prompt: stream_completion(peer, [*prompt, 9, 10], STREAM_TOKENS, **GREEDY) for prompt in chosen
-    ]  # type: ignore[misc]
-    return {"tokens_per_second": len(chosen) * STREAM_TOKENS / run_threads(run)}  # type: ignore[arg-type]
+    run_threads(lambda prompt: stream_completion(peer, prompt, 2, **GREEDY), prompts)
+    continued = [[*prompt, 9, 10] for prompt in random.Random(seed).sample(prompts, SLOTS // 3)]
+    seconds = run_threads(lambda prompt: stream_completion(peer, prompt, STREAM_TOKENS, **GREEDY), continued)
+    return {"tokens_per_second": len(continued) * STREAM_TOKENS / seconds}
 
 
 def measure_first_token(peer: Peer, prompt: Sequence[int]) -> float:

@@ -508,6 +508,8 @@ class Engine:
 
         Jobs with a token constraint are sampled one after the other.
         """
+        if len(jobs) < MIN_JOBS_SAMPLED_TOGETHER:
+            return {}
         draws = [
             (index, len(span.entries) - span.outputs, running.job.sampler)
             for index, (running, span) in enumerate(zip(jobs, spans, strict=True))

@@ -22,7 +22,7 @@ MIN_SHORTLIST_CANDIDATES = 8192  # with fewer candidates, the native chain is fa
 SHORTLIST_COLUMN_DEPTH = 64  # logits per column in `build_shortlists`
 # Each of few threads gets the logits of several rows: more threads wait for the GIL longer than they compute.
 MIN_LOGITS_PER_THREAD = 1_200_000
-MAX_THREADS = 4
+MAX_SAMPLING_THREADS = 4
 
 
 class SamplerChain(Handle):
@@ -140,7 +140,7 @@ def sample_rows(chains: Sequence[SamplerChain | None], logits: NDArray[np.float3
     many rows in one call of NumPy each.
     """
     modes = [None if chain is None else chain.row_mode for chain in chains]
-    parts = max(1, min(MAX_THREADS, count_threads(), logits.size // MIN_LOGITS_PER_THREAD))
+    parts = max(1, min(MAX_SAMPLING_THREADS, count_threads(), logits.size // MIN_LOGITS_PER_THREAD))
     bounds = [len(chains) * part // parts for part in range(parts + 1)]
     ranges = [(modes[start:stop], logits[start:stop]) for start, stop in itertools.pairwise(bounds)]
     results = [_reduce_rows(*ranges[0])] if parts == 1 else run_parallel(_reduce_rows, ranges)

@@ -50,9 +50,7 @@ from afterglow.errors import AfterglowError, KVCacheFull
 MAX_SKIPPED_STOP_ENTRIES = 24
 MAX_CANDIDATE_SEQUENCES = 16  # sequences that a plan considers: those that share most, and the longest idle ones
 CLOSE_TIMEOUT_SECONDS = 3.0  # for storing idle sequences on disk
-IDLE_WRITE_SECONDS = (
-    1.0  # how long an idle engine waits for the disk while it stores a sequence larger than the RAM tier
-)
+IDLE_WRITE_SECONDS = 1.0  # of waiting for the disk while an idle engine stores a sequence larger than the RAM tier
 MAX_FOLLOWING_ENTRIES = 4096  # of a stored prefix after the entries that a prompt shares with it
 MAX_DESCRIBED_ENTRIES = 400  # the same in the description of a plan
 PLAN_KINDS: dict[type[PrefixPlan], PlanKind] = {
