@@ -26,7 +26,8 @@ GGML_DECLARATION = re.compile(
     r"|typedef \w+ \(\*ggml_(log_callback|abort_callback|backend_sched_eval_callback)\)"
     r"|.*\bggml_backend_(dev_count|dev_get|dev_name|dev_description|dev_memory|dev_type|load_all_from_path|load_all"
     r"|cpu_buffer_type)\("
-    r"|.*\bggml_(backend_reg_name|backend_dev_backend_reg|blck_size|type_size|version|commit)\()"
+    r"|.*\bggml_(backend_reg_name|backend_reg_get_proc_address|backend_dev_backend_reg)\("
+    r"|.*\bggml_(blck_size|type_size|version|commit)\()"
 )
 EXCLUDED = re.compile(r"deprecated|llama_opt_|FILE \*|numa|threadpool|init_from_user|set_tensor_data")
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from afterglow.engine.engine import Engine
+from afterglow.engine.kvcache import prefix_cache
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.types.settings import EngineSettings
 from support.play import KINDS, LAYOUTS, ask, fake, play, prompt, reference, request
@@ -168,6 +169,22 @@ def test_a_sequence_larger_than_the_ram_tier_survives_a_restart():
             second = ask(engine, entries)
             assert second.tokens == first.tokens == reference(lambda: fake(kind, cells_per_sequence=5000), entries)
             assert second.cached >= 3990
+
+
+def test_an_idle_engine_stores_a_sequence_larger_than_the_ram_tier_piece_by_piece(monkeypatch):
+    monkeypatch.setattr(prefix_cache, "IDLE_WRITE_SECONDS", 0.0)  # each piece is what fits into RAM
+    with (
+        temporary_directory() as directory,
+        disk_engine("attention", directory, 100_000, block_size=128, cells_per_sequence=5000) as engine,
+    ):
+        ask(engine, prompt(4000, 7))
+        store, pieces = engine.prefix_cache.store, 0
+        while engine.run_idle_task():
+            assert store.flush(60)
+            store.refresh()
+            pieces += 1
+        assert pieces >= 2
+        assert store.find_stored_prefix(np.array(prompt(4000, 7)), "").length == 4000
 
 
 def run_again(engine: Engine, kind: str) -> int:

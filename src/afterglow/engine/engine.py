@@ -214,9 +214,10 @@ class Engine:
             self.sliced_work.close(Closed("engine"))
             for job in list(self._jobs.values()):
                 self._fail(job, Cancelled("the engine was closed"))
+            report = self.prefix_cache.close(store_idle=self._is_consistent, timeout=store_timeout)
             if self.costs_path is not None:
                 store_costs(self.costs_path, self.prefix_cache.cost_model)
-            return self.prefix_cache.close(store_idle=self._is_consistent, timeout=store_timeout)
+            return report
         finally:
             self.speculator.close()
             self.media_scheduler.close()

@@ -114,8 +114,8 @@ class SavedCells:
         return positions if self._order is None else positions[self._order]
 
     def copy_rows(self, start: int, stop: int) -> NDArray[np.uint8]:
-        """Copy cells [start, stop) to a long-lived buffer, one row per cell."""
-        rows = page_buffers.allocate_zeros(stop - start, self.cell_bytes)
+        """Copy cells [start, stop) to a long-lived buffer, one row per cell. Thread-safe."""
+        rows = page_buffers.allocate_zeros(stop - start, self.cell_bytes, populate=False)  # several threads copy
         selection = slice(start, stop) if self._order is None else self._order[start:stop]
         for part in self._parts:
             part.view_rows(rows)[...] = part.cells[:, selection]

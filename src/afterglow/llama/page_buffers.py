@@ -13,8 +13,11 @@ import weakref
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.llama.parallel import count_threads, run_parallel
+
 MIN_MAPPED_BYTES = 16 * 1024  # smaller buffers come from the heap
 MAX_MAPPINGS = 16_384  # Linux allows a process 65,530 mappings, and llama.cpp needs some of them itself
+MIN_TOUCHED_BYTES = 64 * 1024**2  # of smaller buffers, touching on several threads saves no time
 MMAP_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
@@ -42,6 +45,23 @@ def allocate_zeros(*shape: int, populate: bool = True) -> NDArray[np.uint8]:
             _mappings.add(mapping)
             return np.frombuffer(mapping, dtype=np.uint8).reshape(shape)
     return np.zeros(shape, dtype=np.uint8)
+
+
+def allocate_touched(nbytes: int) -> NDArray[np.uint8]:
+    """Allocate a short-lived buffer whose pages several threads have touched, because native code fills it on one.
+
+    >>> len(allocate_touched(1000))
+    1000
+    """
+    data = np.empty(nbytes, dtype=np.uint8)
+    if nbytes >= MIN_TOUCHED_BYTES:
+        step = -(-nbytes // (4 * count_threads()))
+        run_parallel(_touch_pages, [(data[start : start + step],) for start in range(0, nbytes, step)])
+    return data
+
+
+def _touch_pages(data: NDArray[np.uint8]) -> None:
+    data[:: mmap.PAGESIZE] = 0
 
 
 def copy_to_pages(data: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -17,6 +17,7 @@ from afterglow.llama.atomic_write import write_atomically
 from afterglow.llama.checks import check_integer
 from afterglow.llama.kv_memory import KVMemory
 from afterglow.llama.library.loader import get_library
+from afterglow.llama.library.memory_registration import register_memory
 from afterglow.llama.model import LlamaModel
 from afterglow.llama.settings import YARN_FACTORS, ContextSettings
 
@@ -131,7 +132,7 @@ class StateSerializer:
         if memory.pending_shift:
             raise UnsupportedOperation("a save", "positions were shifted; decode first to apply the shift")
         symbols, pointer, flags = self._library.symbols, self._context.pointer, self._get_flags(scope)
-        data = page_buffers.allocate_zeros(size) if long_lived else np.empty(size, dtype=np.uint8)
+        data = page_buffers.allocate_zeros(size) if long_lived else page_buffers.allocate_touched(size)
         target = self._library.ffi.from_buffer("uint8_t[]", data)
         written = symbols.llama_state_seq_get_data_ext(pointer, target, data.nbytes, sequence, flags)
         assert written == data.nbytes, f"llama.cpp wrote {written} of {data.nbytes} bytes"
@@ -156,9 +157,10 @@ class StateSerializer:
         if last >= self._context.cells_per_sequence:
             raise KVCacheFull(last + 1, self._context.cells_per_sequence)
         source = self._library.ffi.from_buffer("uint8_t[]", state.data)
-        read = self._library.symbols.llama_state_seq_set_data_ext(
-            self._context.pointer, source, state.nbytes, sequence, self._get_flags(state.scope)
-        )
+        with register_memory(state.data):
+            read = self._library.symbols.llama_state_seq_set_data_ext(
+                self._context.pointer, source, state.nbytes, sequence, self._get_flags(state.scope)
+            )
         if read != state.nbytes:  # the key matches, so cells are missing: other sequences use them
             memory.remove(sequence)
             raise KVCacheFull(last + 1, self._context.cells_per_sequence)

@@ -161,7 +161,7 @@ def test_a_state_assembled_from_blocks_gives_the_logits_of_the_saved_state(make_
     (slot,) = [slot for slot in prefix_cache.slots if len(slot)]
     saved = backend.save(slot.seq_id, "full")
     partial = None if kind == "attention" else backend.save(slot.seq_id, "partial")
-    assert prefix_cache.store.store_sequence(slot, partial)
+    assert prefix_cache.store.store_sequence(slot, partial) == "stored"
     assert len(list_blocks(engine)) == 4
     assembled = prefix_cache.slots[3]
     checkpoint = None if partial is None else prefix_cache.store.build_checkpoint(entries, "", partial)

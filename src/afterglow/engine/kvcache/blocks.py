@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -186,6 +186,16 @@ class BlockTree:
         if parent not in self._by_key and not is_root_key:
             return False
         return not len(rest) or self._find_best_child(parent, rest)[1] == len(rest)
+
+    def find_paths(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Return the keys of these blocks and of all blocks before them."""
+        found: set[bytes] = set()
+        for key in keys:
+            block = self.get(key)
+            while block is not None and block.key not in found:
+                found.add(block.key)
+                block = self.get(block.parent)
+        return found
 
     def add(self, block: Block) -> list[Block]:
         """Add a block; remove and return the shorter blocks that it makes redundant. It replaces one with its key."""

@@ -40,6 +40,11 @@ class CostModel:
         """Seconds to read and verify a byte of a file."""
         return self._disk.value
 
+    @property
+    def is_disk_measured(self) -> bool:
+        """Whether this engine has read files."""
+        return self._disk.is_measured
+
     def record_prefill(self, entries: int, seconds: float) -> None:
         """Record a decode of prompt entries."""
         self.latest_seconds_per_entry = max(seconds / entries, 1e-9)

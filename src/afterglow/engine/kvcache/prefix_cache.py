@@ -30,7 +30,7 @@ from afterglow.engine.kvcache.planner import (
 )
 from afterglow.engine.kvcache.radix_tree import RadixTree
 from afterglow.engine.kvcache.sequence import ADAPTER_SEPARATOR, SavedSequence, Sequence
-from afterglow.engine.kvcache.store import TieredStore
+from afterglow.engine.kvcache.store import StoreOutcome, TieredStore
 from afterglow.engine.types.adapters import AdapterSet, build_adapter_key
 from afterglow.engine.types.backend import Backend, BackendState
 from afterglow.engine.types.counters import StoreReport
@@ -50,7 +50,11 @@ from afterglow.errors import AfterglowError, KVCacheFull
 MAX_SKIPPED_STOP_ENTRIES = 24
 MAX_CANDIDATE_SEQUENCES = 16  # sequences that a plan considers: those that share most, and the longest idle ones
 CLOSE_TIMEOUT_SECONDS = 3.0  # for storing idle sequences on disk
-IDLE_WRITE_SECONDS = 1.0  # of waiting for the disk while an idle engine stores a sequence larger than the RAM tier
+# An idle engine stores a sequence that is larger than the RAM tier in pieces, to see new requests between them: seconds
+# of waiting for the disk in each, before each but the first, and the largest number of pieces.
+IDLE_WRITE_SECONDS = 1.0
+IDLE_FLUSH_SECONDS = 0.5
+MAX_IDLE_WRITES = 40
 MAX_FOLLOWING_ENTRIES = 4096  # of a stored prefix after the entries that a prompt shares with it
 MAX_DESCRIBED_ENTRIES = 400  # the same in the description of a plan
 PLAN_KINDS: dict[type[PrefixPlan], PlanKind] = {
@@ -90,7 +94,8 @@ class PrefixCache:
         self._idle_tree: RadixTree[Sequence] = RadixTree()  # idle sequences by their entries
         self.slots = [Sequence(number, backend, interner) for number in range(backend.capabilities.sequences)]
         self._idle_slots = dict.fromkeys(self.slots)  # the longest idle first
-        self._unwritten_slots: dict[Sequence, None] = {}  # idle and not on disk yet, the newest last
+        # Idle and not on disk yet, the newest last, each with the number of attempts to store it.
+        self._unwritten_slots: dict[Sequence, int] = {}
         self._last_loss_count = 0  # of sequences and blocks, at the last search for orphaned checkpoints
         self.eviction_history = EvictionHistory()
         self.store = TieredStore(backend, interner, self.cost_model, settings, grid=grid)
@@ -123,6 +128,8 @@ class PrefixCache:
             candidates = [candidate for candidate in candidates if candidate.slot is requested or candidate.slot.busy]
         use_store = use_prefix_cache and target is not None
         has_last_logits = use_prefix_cache and self._keeps_prompt_ends and self.store.has_logits(entries, namespace)
+        if use_store:
+            self.store.sample_disk_reads(entries, namespace)
         stored_prefix = self.store.find_stored_prefix(entries, namespace) if use_store else StoredPrefix()
         return plan_prefix(
             PlanInputs(
@@ -257,7 +264,7 @@ class PrefixCache:
         if len(sequence):
             self._idle_tree.insert(sequence.entries, sequence, sequence.namespace)
             if len(self.store.tiers) > 1 and not sequence.is_transient:
-                self._unwritten_slots[sequence] = None
+                self._unwritten_slots[sequence] = 0
         self._drop_orphaned_checkpoints()
 
     def _truncate_to_grid(self, sequence: Sequence) -> None:
@@ -337,9 +344,14 @@ class PrefixCache:
         `keep_all`: even if computing it again would cost less.
         """
         while self._unwritten_slots:
-            slot, _ = self._unwritten_slots.popitem()
+            slot, attempts = self._unwritten_slots.popitem()
             if not slot.busy and len(slot):
-                self._write_to_disk(slot, keep_all=keep_all, wait_seconds=IDLE_WRITE_SECONDS)
+                if attempts:  # a part of it is stored, and may still be queued
+                    self.store.flush(IDLE_FLUSH_SECONDS)
+                keep_rest = keep_all or attempts > 0
+                outcome = self._write_to_disk(slot, keep_all=keep_rest, wait_seconds=IDLE_WRITE_SECONDS)
+                if outcome == "waiting" and attempts < MAX_IDLE_WRITES:
+                    self._unwritten_slots[slot] = attempts + 1
                 self._drop_orphaned_checkpoints()
                 return True
         return False
@@ -524,37 +536,44 @@ class PrefixCache:
 
     def _store_if_valuable(
         self, slot: Sequence, remaining: int = 0, *, keep_all: bool = False, wait_seconds: float = 0.0
-    ) -> None:
+    ) -> StoreOutcome:
         """Store a sequence in RAM, and on disk if there is one, if that is worth its cost or everything is kept.
 
         `wait_seconds`: for the disk, if the sequence is larger than the RAM tier.
         """
         with contextlib.suppress(AfterglowError):  # a sequence that cannot be saved is not stored
             if not self._can_store:
-                return
-            is_stored = self._count_recoverable(slot) == len(slot)
-            if is_stored or not (keep_all or self._is_worth_storing(slot, remaining)):
-                return
+                return "not stored"
+            if self._count_recoverable(slot) == len(slot):
+                return "stored"
+            if not (keep_all or self._is_worth_storing(slot, remaining)):
+                return "not stored"
             capabilities = self._backend.capabilities
             last_logits = self.store.ram.logits.find_on_path(slot.entries, slot.namespace)
             if not capabilities.has_partial_state:
-                if self.store.store_sequence(slot, None, wait_seconds):
+                outcome = self.store.store_sequence(slot, None, wait_seconds)
+                if outcome == "stored":
                     self.store.write_back_logits(last_logits)
-                return
+                return outcome
             if not self._checkpoint_settings.max_checkpoints:
-                return  # without a checkpoint, the cells would be of no use
+                return "not stored"  # without a checkpoint, the cells would be of no use
             state = self._save_partial_state(slot)
-            if capabilities.has_attention_cells and not self.store.store_sequence(slot, state, wait_seconds):
-                return
+            if capabilities.has_attention_cells:
+                outcome = self.store.store_sequence(slot, state, wait_seconds)
+                if outcome != "stored":
+                    return outcome
             if not self.checkpoints.has_checkpoint_at(slot.entries, slot.namespace):
                 self._add_checkpoint(slot, state)
             self.store.write_back(self.checkpoints.find_on_path(slot.entries, slot.namespace))
             self.store.write_back_logits(last_logits)
+            return "stored"
+        return "not stored"
 
-    def _write_to_disk(self, slot: Sequence, *, keep_all: bool = False, wait_seconds: float) -> None:
+    def _write_to_disk(self, slot: Sequence, *, keep_all: bool = False, wait_seconds: float) -> StoreOutcome:
         """Store a sequence if it is worth it, and queue everything of it that is stored but not on disk."""
-        self._store_if_valuable(slot, keep_all=keep_all, wait_seconds=wait_seconds)
+        outcome = self._store_if_valuable(slot, keep_all=keep_all, wait_seconds=wait_seconds)
         self.store.write_back_prompt(slot.entries, slot.namespace)
+        return outcome
 
     def _is_worth_storing(self, slot: Sequence, remaining: int) -> bool:
         """Return whether storing a sequence costs less than recomputing what would be lost is expected to cost."""

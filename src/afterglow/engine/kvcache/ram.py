@@ -189,7 +189,8 @@ class RamTier:
 
         Their tables are worth more per byte than any rows, so they are evicted last, many at a time.
         """
-        unpinned = [block for block in self._tree if not (block.pinned or block.key in protected or self.holds(block))]
+        paths = self._tree.find_paths(protected)  # removing a block would remove its descendants
+        unpinned = [block for block in self._tree if not (block.pinned or block.key in paths or self.holds(block))]
         unpinned.sort(key=lambda block: (block.last_used, -block.start))
         sizes = [(block, block.table_bytes) for block in unpinned]
         for block in choose_victims(sizes, int(self.budget.limit * FORGOTTEN_FRACTION)):

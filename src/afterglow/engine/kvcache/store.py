@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from typing import Literal, TypeAlias
 
 import numpy as np
 from blake3 import blake3
@@ -29,6 +33,11 @@ from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
 from afterglow.llama import page_buffers
+from afterglow.llama.parallel import run_parallel
+
+# `waiting`: there is no space until slower tiers have written more.
+StoreOutcome: TypeAlias = Literal["stored", "waiting", "not stored"]
+MAX_SAMPLE_BYTES = 64 * 1024**2  # that are read to measure the speed of the disk
 
 
 class TieredStore:
@@ -52,6 +61,7 @@ class TieredStore:
         cells_suffice = not backend.capabilities.has_partial_state
         self.ram = RamTier(self.tree, self.checkpoints, cost_model, cells_suffice=cells_suffice)
         self.disk_tier = self._open_disk_tier(settings)
+        self._has_sampled_disk = False
         self.object_tier = self._open_object_tier(settings)
         slower = (self.disk_tier, self.object_tier)
         self.tiers: list[Tier] = [self.ram, *(tier for tier in slower if tier is not None)]
@@ -100,6 +110,22 @@ class TieredStore:
         """Return the longest prefix of a prompt that is stored."""
         self.refresh()
         return self.tree.find_stored_prefix(entries, salt)
+
+    def sample_disk_reads(self, entries: Entries, salt: str) -> None:
+        """Time the read of the first blocks of a prompt if only an estimate of the disk's speed opposes loading it.
+
+        Otherwise an estimate that is too low would never be replaced.
+        """
+        if self.disk_tier is None or self._cost_model.is_disk_measured or self._has_sampled_disk:
+            return
+        prefix = self.find_stored_prefix(entries, salt)
+        blocks = [block for block in prefix.blocks if self._find_tier(block) is self.disk_tier]
+        computing_seconds = prefix.length * self._cost_model.seconds_per_entry
+        if blocks and self.estimate_load_seconds(prefix, prefix.length) > computing_seconds:
+            self._has_sampled_disk = True
+            end = find_portion_end([block.nbytes for block in blocks], 0, MAX_SAMPLE_BYTES)
+            with contextlib.suppress(InvalidState):  # a damaged block leaves the tree
+                self._load_rows(blocks[:end])
 
     def refresh(self) -> None:
         """Notice what other threads and processes have added to the tiers or removed."""
@@ -169,30 +195,31 @@ class TieredStore:
 
     # --- storing
 
-    def store_sequence(self, sequence: Sequence, partial: BackendState | None, wait_seconds: float = 0.0) -> bool:
-        """Store the cells of a sequence; return False if there is no space or the cells cannot be extracted.
+    def store_sequence(
+        self, sequence: Sequence, partial: BackendState | None, wait_seconds: float = 0.0
+    ) -> StoreOutcome:
+        """Store the cells of a sequence.
 
         A sequence that is larger than the RAM tier reaches the slower tiers in portions, within `wait_seconds`. If that
-        is too short, its first blocks are stored.
+        is too short, its first blocks are stored, and the outcome is `waiting`.
         """
         entries, length = sequence.entries.copy(), len(sequence)
         stored_prefix = self.find_stored_prefix(entries, sequence.namespace)
         self.ram.touch(stored_prefix.blocks)
         if stored_prefix.length == length:
-            return True
+            return "stored"
         full_blocks_length = stored_prefix.length - stored_prefix.length % self.hasher.block_size
         bytes_per_entry = self.ram.bytes_per_entry or self._backend.get_state_size(sequence.seq_id, "full") / length
         needed = (length - full_blocks_length) * bytes_per_entry
-        protected = {block.key for block in stored_prefix.blocks}
+        protected = self._find_unwritten_and_last(stored_prefix.blocks)
         if not self.ram.evict_until_free(int(min(needed, self._portion_bytes)), protected):
-            self.ram.counters.rejected_saves += 1
-            return False
+            return self._reject_store()
         started = time.perf_counter()
         state = self._backend.save(sequence.seq_id, "full")
         cells = self._backend.extract_cells(state, partial)
         self._cost_model.record_transfer(state.nbytes, time.perf_counter() - started, len(sequence))
         if cells is None or len(cells) != self._interner.count_cells(sequence.entries):
-            return False
+            return "not stored"
         return self._store_blocks(cells, entries, sequence, stored_prefix, time.monotonic() + wait_seconds)
 
     @property
@@ -203,7 +230,7 @@ class TieredStore:
 
     def _store_blocks(
         self, cells: BackendCells, entries: Entries, sequence: Sequence, stored_prefix: StoredPrefix, deadline: float
-    ) -> bool:
+    ) -> StoreOutcome:
         """Add blocks for the entries after the full blocks that are already stored."""
         block_size = self.hasher.block_size
         path = [
@@ -223,20 +250,23 @@ class TieredStore:
         parent = path[-1].key if path else self.hasher.get_root_key(sequence.namespace)
         first_cell = self._interner.count_cells(entries[:start])
         pin_spans = self.pin_manager.pins.find_spans(sequence.entries, sequence.namespace)
-        protected = {block.key for block in path}
+        protected = self._find_unwritten_and_last(path)
+        first_cells = list(itertools.accumulate(cell_counts, initial=first_cell))
+        outcome: StoreOutcome = "stored"
         stored_bytes, portion_end = 0, 0
-        for index, (chunk_start, chunk, count) in enumerate(zip(starts, chunks, cell_counts, strict=True)):
+        portion: deque[NDArray[np.uint8]] = deque()  # rows of the next blocks
+        for index, (chunk_start, chunk) in enumerate(zip(starts, chunks, strict=True)):
             if index == portion_end:
                 if index:
                     self.flush(max(0.0, deadline - time.monotonic()))
                     self.refresh()
-                    # The last one has to stay in the tree, as the parent of the next.
-                    protected = {block.key for block in path if not self._is_written(block) or block is path[-1]}
+                    protected = self._find_unwritten_and_last(path)
                 portion_end = find_portion_end(sizes, index, self._portion_bytes)
                 if not self.ram.evict_until_free(sum(sizes[index:portion_end]), protected):
-                    self.ram.counters.rejected_saves += 1
+                    outcome = self._reject_store()
                     break
-            rows = cells.copy_rows(first_cell, first_cell + count)
+                portion.extend(run_parallel(cells.copy_rows, itertools.pairwise(first_cells[index : portion_end + 1])))
+            rows = portion.popleft()
             block = Block(
                 key=self.hasher.hash_block(parent, chunk),
                 parent=parent,
@@ -254,20 +284,28 @@ class TieredStore:
                 for redundant in redundant_blocks:
                     tier.delete(redundant)
             path.append(block)
-            parent, first_cell = block.key, first_cell + count
+            parent = block.key
             stored_bytes += sizes[index]
         if not stored_bytes:
-            return False
+            return outcome
         self.ram.touch(path)
         self.ram.counters.saves += 1
         self.ram.counters.saved_bytes += stored_bytes
         self.ram.events.record("stored", self.ram.name, entries=path[-1].end - start, nbytes=stored_bytes)
         self.pin_manager.enforce_limit()
-        return path[-1].end == len(entries)
+        return outcome
 
-    def _is_written(self, block: Block) -> bool:
-        """Return whether a slower tier than RAM has a block."""
-        return any(tier.holds(block) for tier in self.tiers[1:])
+    def _reject_store(self) -> StoreOutcome:
+        """Count that there is no space in RAM. Later there may be, if slower tiers are writing what takes it."""
+        self.ram.counters.rejected_saves += 1
+        return "waiting" if len(self.tiers) > 1 else "not stored"
+
+    def _find_unwritten_and_last(self, path: SequenceOf[Block]) -> set[bytes]:
+        """Return the keys of the blocks that only RAM holds, and of the last one, which gets a child."""
+        written = [any(tier.holds(block) for tier in self.tiers[1:]) for block in path]
+        return {block.key for block, is_written in zip(path, written, strict=True) if not is_written} | {
+            block.key for block in path[-1:]
+        }
 
     def store_logits(self, entries: Entries, salt: str, logits: NDArray[np.float32]) -> None:
         """Add the logits after a prompt to RAM, if they fit and are not there."""

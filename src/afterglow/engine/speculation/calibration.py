@@ -19,7 +19,8 @@ from afterglow.errors import AfterglowError
 # From the end of the first decode, which may have to read the weights from disk. Row counts that are not measured by
 # then are learned from speculative decodes.
 MAX_CALIBRATION_SECONDS = 0.25
-MAX_PREFILL_CALIBRATION_SECONDS = 0.05  # from the end of the first decode
+MAX_PREFILL_CALIBRATION_SECONDS = 0.15  # from the end of the first decode
+MAX_PREFILL_ROWS = 2048  # on a GPU, the transfer of more would take longer than their prefill
 MIN_GROWTH = 4  # of a prefill over the one before it, for which it is measured
 DECODES_PER_ROW_COUNT = 4  # the first one warms up
 MAX_AGE_SECONDS = 7 * 86400.0  # of stored measurements
@@ -102,7 +103,7 @@ def calibrate_prefill(
 ) -> None:
     """Time prefills of increasing length in the empty sequence 0, then the transfer of its state, and clear it."""
     capabilities = backend.capabilities
-    largest = min(capabilities.batch_cells, capabilities.cells_per_sequence // 2)
+    largest = min(capabilities.batch_cells, capabilities.cells_per_sequence // 2, MAX_PREFILL_ROWS)
     rows, position, deadline = 1, 0, None
     try:
         while rows and position + rows <= capabilities.cells_per_sequence:

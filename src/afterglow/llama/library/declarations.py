@@ -74,12 +74,13 @@ void ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * 
 enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
 ggml_backend_reg_t ggml_backend_dev_backend_reg(ggml_backend_dev_t device);
 const char * ggml_backend_reg_name(ggml_backend_reg_t reg);
+void * ggml_backend_reg_get_proc_address(ggml_backend_reg_t reg, const char * name);
 size_t ggml_backend_dev_count(void);
 ggml_backend_dev_t ggml_backend_dev_get(size_t index);
 void ggml_backend_load_all(void);
 void ggml_backend_load_all_from_path(const char * dir_path);
-ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
 typedef _Bool (*ggml_backend_sched_eval_callback)(struct ggml_tensor * t, _Bool ask, void * user_data);
+ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
 struct llama_vocab;
 struct llama_model;
 struct llama_context;

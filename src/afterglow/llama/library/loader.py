@@ -137,6 +137,7 @@ def _open_library() -> Library:
     location = providers.find_library()
     check_machine(location)
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # otherwise an abort starts a debugger on the dying process
+    os.environ.setdefault("GGML_CUDA_REGISTER_HOST", "1")  # without it, `memory_registration` has no effect
     library = Library(location)
     library.initialize()
     return library

@@ -14,6 +14,7 @@ import pytest
 
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.build import EngineSpec
+from afterglow.engine.kvcache import cost_model
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.types.entries import Media
 from afterglow.engine.types.settings import EngineSettings
@@ -81,6 +82,33 @@ def test_a_restarted_engine_reuses_prefixes_from_disk(make_engine, kind, kv_unif
         assert warm.cached == len(conversation) + len(answer.tokens) - 1
         assert warm.tokens == reference(lambda: fake(kind), longer)
     assert count_disk_hits(second) == 3
+
+
+def test_a_disk_that_is_faster_than_its_estimate_is_used_and_measured(make_engine, monkeypatch):
+    monkeypatch.setattr(cost_model, "MIN_MEASURED_BYTES", 1)
+    first = make_engine()
+    ask(first, prompt(200))
+    first.close()
+    second = make_engine()
+    costs = second.prefix_cache.cost_model
+    costs.add_stored({"prefill": {"10": 0.01}, "disk": 1.0})  # one second per byte
+    assert ask(second, prompt(200) + prompt(5, 7)).cached == 200
+    assert costs.seconds_per_disk_byte < 0.01
+
+
+def test_a_disk_that_is_slower_than_computing_is_measured_once_and_not_used(make_engine, monkeypatch):
+    monkeypatch.setattr(cost_model, "MIN_MEASURED_BYTES", 1)
+    first = make_engine()
+    ask(first, prompt(200))
+    first.close()
+    second = make_engine(settings={"ram_cache_bytes": 20_000})
+    costs = second.prefix_cache.cost_model
+    costs.add_stored({"prefill": {"10": 1e-9}, "disk": 1.0})
+    monkeypatch.setattr(costs.prefill_costs, "record", lambda entries, seconds: None)  # computing stays fast
+    reads = []
+    monkeypatch.setattr(costs._disk, "add", reads.append)
+    assert [ask(second, prompt(200) + prompt(5, seed)).cached for seed in (7, 8)] == [0, 200]
+    assert len(reads) == 1
 
 
 @pytest.mark.native
