@@ -183,11 +183,11 @@ def measure_first_token(peer: Peer, prompt: Sequence[int]) -> float:
 
 def wait_until_stored(folder: Path, pause: float = 3.0) -> int:
     """Wait until an idle server has written its prefix cache; return the bytes. Users rarely stop it at once."""
-    sizes = [-1]
-    while len(sizes) < MAX_STORE_PAUSES:
+    sizes = [0]
+    for _ in range(MAX_STORE_PAUSES):
         time.sleep(pause)
-        sizes.append(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
-        if sizes[-1] == sizes[-2]:
+        sizes.append(sum(file.stat().st_size for file in folder.rglob("*.cells")))
+        if sizes[-1] == sizes[-2] > 0:
             break
     return sizes[-1]
 

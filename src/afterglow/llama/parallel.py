@@ -9,7 +9,7 @@ from functools import cache
 from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
-MAX_THREADS = 8  # more are hardly faster: they share the memory bus
+MAX_THREADS = 16  # more are hardly faster: they share the memory bus
 
 
 @cache

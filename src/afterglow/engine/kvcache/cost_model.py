@@ -8,6 +8,7 @@ from typing import Any
 
 NEW_SAMPLE_WEIGHT = 0.2  # weight of a new measurement in a running average
 MIN_MEASURED_BYTES = 256 * 1024  # smaller transfers measure only the overhead of a call
+MIN_MEASURED_READ_BYTES = 4 * 1024**2  # the same for reads of files, which have more of it
 INITIAL_SECONDS_PER_ENTRY = 1e-3  # until a prefill was measured
 INITIAL_SECONDS_PER_BYTE = 2e-10  # until a transfer was measured
 
@@ -66,7 +67,7 @@ class CostModel:
 
     def record_disk_read(self, nbytes: int, seconds: float) -> None:
         """Record reading files."""
-        if nbytes >= MIN_MEASURED_BYTES:
+        if nbytes >= MIN_MEASURED_READ_BYTES:
             self._disk.add(seconds / nbytes)
 
     def to_dict(self) -> dict[str, object]:

@@ -21,6 +21,10 @@ from afterglow.errors import AfterglowError
 MAX_CALIBRATION_SECONDS = 0.25
 MAX_PREFILL_CALIBRATION_SECONDS = 0.15  # from the end of the first decode
 MAX_PREFILL_ROWS = 2048  # on a GPU, the transfer of more would take longer than their prefill
+# A GPU prepares its kernels for large batches in the first such decode, for a tenth of a second. If a decode of few
+# rows is shorter than the limit, a decode of many is run twice, and the second is measured.
+GPU_ROWS = 512
+MAX_GPU_STEP_SECONDS = 0.03
 MIN_GROWTH = 4  # of a prefill over the one before it, for which it is measured
 DECODES_PER_ROW_COUNT = 4  # the first one warms up
 MAX_AGE_SECONDS = 7 * 86400.0  # of stored measurements
@@ -103,20 +107,29 @@ def calibrate_prefill(
 ) -> None:
     """Time prefills of increasing length in the empty sequence 0, then the transfer of its state, and clear it."""
     capabilities = backend.capabilities
-    largest = min(capabilities.batch_cells, capabilities.cells_per_sequence // 2, MAX_PREFILL_ROWS)
-    rows, position, deadline = 1, 0, None
+    largest = min(capabilities.batch_cells, capabilities.cells_per_sequence // 4, MAX_PREFILL_ROWS)
+    position = 0
+
+    def time_decode(rows: int) -> float:
+        nonlocal position
+        started = time.perf_counter()
+        backend.decode([DecodeSpan(0, [0] * rows, position, 1)])
+        backend.get_logits(0, rows - 1)
+        position += rows
+        return time.perf_counter() - started
+
     try:
+        time_decode(1)  # the first decode prepares the later ones
+        deadline = time.perf_counter() + max_seconds
+        rows = min(2, largest)
         while rows and position + rows <= capabilities.cells_per_sequence:
-            started = time.perf_counter()
-            backend.decode([DecodeSpan(0, [0] * rows, position, 1)])
-            backend.get_logits(0, rows - 1)
-            ended = time.perf_counter()
-            position += rows
-            if deadline is None:  # the first decode prepares the later ones
-                deadline, rows = ended + max_seconds, min(2, largest)
+            seconds = time_decode(rows)
+            cost_model.record_prefill(rows, seconds)
+            if not capabilities.interruptible and rows < GPU_ROWS <= largest and seconds < MAX_GPU_STEP_SECONDS:
+                time_decode(GPU_ROWS)
+                deadline, rows = time.perf_counter() + max_seconds, GPU_ROWS
                 continue
-            cost_model.record_prefill(rows, ended - started)
-            affordable = min(largest, int(rows * max(0.0, deadline - ended) / max(ended - started, 1e-9)))
+            affordable = min(largest, int(rows * max(0.0, deadline - time.perf_counter()) / max(seconds, 1e-9)))
             rows = affordable if affordable >= MIN_GROWTH * rows else 0
         started = time.perf_counter()
         state = backend.save(0, "full")

@@ -85,7 +85,7 @@ def test_a_restarted_engine_reuses_prefixes_from_disk(make_engine, kind, kv_unif
 
 
 def test_a_disk_that_is_faster_than_its_estimate_is_used_and_measured(make_engine, monkeypatch):
-    monkeypatch.setattr(cost_model, "MIN_MEASURED_BYTES", 1)
+    monkeypatch.setattr(cost_model, "MIN_MEASURED_READ_BYTES", 1)
     first = make_engine()
     ask(first, prompt(200))
     first.close()
@@ -97,7 +97,7 @@ def test_a_disk_that_is_faster_than_its_estimate_is_used_and_measured(make_engin
 
 
 def test_a_disk_that_is_slower_than_computing_is_measured_once_and_not_used(make_engine, monkeypatch):
-    monkeypatch.setattr(cost_model, "MIN_MEASURED_BYTES", 1)
+    monkeypatch.setattr(cost_model, "MIN_MEASURED_READ_BYTES", 1)
     first = make_engine()
     ask(first, prompt(200))
     first.close()
