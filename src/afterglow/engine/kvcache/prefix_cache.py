@@ -535,18 +535,24 @@ class PrefixCache:
             self.eviction_history.add(slot.entries, slot.namespace)
 
     def _store_if_valuable(
-        self, slot: Sequence, remaining: int = 0, *, keep_all: bool = False, wait_seconds: float = 0.0
+        self,
+        slot: Sequence,
+        remaining: int = 0,
+        *,
+        keep_all: bool = False,
+        is_idle: bool = False,
+        wait_seconds: float = 0.0,
     ) -> StoreOutcome:
         """Store a sequence in RAM, and on disk if there is one, if that is worth its cost or everything is kept.
 
-        `wait_seconds`: for the disk, if the sequence is larger than the RAM tier.
+        `is_idle`: no request waits for it. `wait_seconds`: for the disk, if the sequence is larger than the RAM tier.
         """
         with contextlib.suppress(AfterglowError):  # a sequence that cannot be saved is not stored
             if not self._can_store:
                 return "not stored"
             if self._count_recoverable(slot) == len(slot):
                 return "stored"
-            if not (keep_all or self._is_worth_storing(slot, remaining)):
+            if not (keep_all or self._is_worth_storing(slot, remaining, is_idle=is_idle)):
                 return "not stored"
             capabilities = self._backend.capabilities
             last_logits = self.store.ram.logits.find_on_path(slot.entries, slot.namespace)
@@ -571,18 +577,23 @@ class PrefixCache:
 
     def _write_to_disk(self, slot: Sequence, *, keep_all: bool = False, wait_seconds: float) -> StoreOutcome:
         """Store a sequence if it is worth it, and queue everything of it that is stored but not on disk."""
-        outcome = self._store_if_valuable(slot, keep_all=keep_all, wait_seconds=wait_seconds)
+        outcome = self._store_if_valuable(slot, keep_all=keep_all, is_idle=True, wait_seconds=wait_seconds)
         self.store.write_back_prompt(slot.entries, slot.namespace)
         return outcome
 
-    def _is_worth_storing(self, slot: Sequence, remaining: int) -> bool:
-        """Return whether storing a sequence costs less than recomputing what would be lost is expected to cost."""
+    def _is_worth_storing(self, slot: Sequence, remaining: int, *, is_idle: bool) -> bool:
+        """Return whether storing a sequence costs less than recomputing what would be lost is expected to cost.
+
+        For an idle engine, storing costs nothing, and loading counts alone.
+        """
         lost = len(slot) - max(self._count_recoverable(slot), remaining)
         if lost <= 0 or self.store.is_pinned(slot.entries, slot.namespace, 0):
             return lost > 0
         idle_seconds = time.monotonic() - slot.last_used
         transfer = self._backend.get_state_size(slot.seq_id, "full") * self.cost_model.seconds_per_byte
         recompute = lost * self.cost_model.seconds_per_entry
+        if is_idle:
+            return transfer < recompute
         cost_if_stored = estimate_eviction_cost(recompute, idle_seconds, transfer)
         return cost_if_stored < estimate_eviction_cost(recompute, idle_seconds)
 

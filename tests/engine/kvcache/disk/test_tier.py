@@ -96,6 +96,22 @@ def test_a_disk_that_is_faster_than_its_estimate_is_used_and_measured(make_engin
     assert costs.seconds_per_disk_byte < 0.01
 
 
+@pytest.mark.parametrize(("share", "is_stored"), [(0.6, True), (1.2, False)])
+def test_an_idle_engine_stores_what_loads_faster_than_it_computes(make_engine, monkeypatch, share, is_stored):
+    """The share is that of the transfer. While requests wait, storing has to pay, too."""
+    engine = make_engine()
+    costs = engine.prefix_cache.cost_model
+    monkeypatch.setattr(type(costs), "seconds_per_entry", 0.001)
+    ask(engine, prompt(200), max_tokens=0)
+    (slot,) = [slot for slot in engine.prefix_cache.slots if len(slot)]
+    seconds_per_byte = share * 0.2 / engine.backend.get_state_size(slot.seq_id, "full")
+    monkeypatch.setattr(type(costs), "seconds_per_byte", seconds_per_byte)
+    assert not engine.prefix_cache._is_worth_storing(slot, 0, is_idle=False)
+    flush(engine)
+    engine.prefix_cache.store.refresh()
+    assert (engine.prefix_cache.store.find_stored_prefix(np.array(prompt(200)), "").length == 200) == is_stored
+
+
 def test_a_disk_that_is_slower_than_computing_is_measured_once_and_not_used(make_engine, monkeypatch):
     monkeypatch.setattr(cost_model, "MIN_MEASURED_READ_BYTES", 1)
     first = make_engine()
