@@ -1,7 +1,9 @@
 """Agent workloads against llama-server of the same build: same model, same threads, alternating, over HTTP.
 
-Runs the twelve workloads of `workloads.py` on an attention model and on a hybrid one. Measures time to first token,
+Runs the thirteen workloads of `workloads.py` on an attention model and on a hybrid one. Measures time to first token,
 total time, gaps between tokens, memory, and computed tokens relative to those that a cache without eviction computes.
+Beside each ratio it prints the one that llama-server would reach with such a cache, at its own speed. Less is possible
+with speculation, forced tokens of a grammar, and stored last logits.
 
     python benchmarks/agents.py [--quick] [--only a,b] [--model smollm2|hybrid] [--pairs N] [--threads N]
 
@@ -154,6 +156,9 @@ def print_result(result: Result, quick: bool) -> None:
         sizes = f"cache {others.pop('cache_bytes') / 1e6:.1f} MB  resident {others.pop('resident') / 1e6:.0f} MB"
         rest = "  ".join(f"{name} {value:.3f}" for name, value in others.items())
         print(f"    {'':13} {counts}  {sizes}  {rest}")
+    server = result.get_medians("llama-server")
+    ratio, ideal = result.get_median("afterglow", "total") / server["total"], server["ideal"] / server["total"]
+    print(f"      total {ratio:.3f} of llama-server; it would take {ideal:.3f} with an ideal cache")
     for verdict in result.judge(quick):
         print(f"      {verdict}")
     print(f"      {len(result.runs['afterglow'])} pairs in {result.seconds:.0f} s")

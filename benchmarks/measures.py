@@ -27,6 +27,7 @@ class Bar:
     exact: bool = False  # a count, which has no noise
     full: bool = False  # meaningful only with long prompts
     peer: str = "llama-server"
+    reference: str = ""  # measure of the peer; empty: the same one
 
 
 BARS: dict[str, tuple[Bar, ...]] = {
@@ -42,7 +43,11 @@ BARS: dict[str, tuple[Bar, ...]] = {
     "j": (),
     "k": (Bar(measure="total", limit=0.8),),
     "l": (Bar(measure="total", limit=0.25, full=True),),
+    "m": (),
 }
+# Every workload but (l), whose bar is lower than what an ideal cache of llama-server would reach in it.
+IDEAL_BAR = Bar(measure="total", limit=1.05, full=True, reference="ideal")
+WITHOUT_IDEAL_BAR = "l"
 COMPUTED_BAR = Bar(measure="excess", limit=MAX_COMPUTED_RATIO, ratio=False, exact=True)
 # In (l), each child of a hybrid model computes the five tokens between the history and its task, because a checkpoint
 # there costs more. They are 0.4 % of the workload, and a sixth of the quick one.
@@ -50,6 +55,9 @@ COMPUTED_BARS = {
     "k": replace(COMPUTED_BAR, limit=1.02),
     "l": replace(COMPUTED_BAR, limit=1.02, full=True),
 }
+
+
+MIN_TIMED_TOKENS = 64  # of a prefill that shows the speed of a server
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -70,6 +78,7 @@ def summarize(run: WorkloadRun) -> dict[str, float]:
     computed, needed = sum(reply.computed_tokens for reply in replies), sum(reply.needed_tokens for reply in replies)
     measures = {
         "total": run.seconds,
+        "ideal": estimate_ideal_seconds(run),
         "first_median": quantile(first_token_seconds, 0.5),
         "first_p95": quantile(first_token_seconds, 0.95),
         "gap_median": quantile(gaps, 0.5),
@@ -82,6 +91,25 @@ def summarize(run: WorkloadRun) -> dict[str, float]:
         "resident": run.resident_bytes,
     }
     return measures | summarize_events(run)
+
+
+def estimate_ideal_seconds(run: WorkloadRun) -> float:
+    """Return the seconds that the run would have taken if its server had computed only the needed tokens.
+
+    Its own speed counts: the time to the first tokens of long prefills, of concurrent ones together.
+    """
+    concurrent = {id(reply) for group in run.groups for reply in group}
+    groups = [*run.groups, *([reply] for reply in run.replies if id(reply) not in concurrent)]
+    timed = [group for group in groups if sum(reply.computed_tokens for reply in group) >= MIN_TIMED_TOKENS]
+    computed = sum(reply.computed_tokens for group in timed for reply in group)
+    if not computed:
+        return run.seconds
+    seconds = sum(
+        max(reply.sent_at + reply.first_token_seconds for reply in group) - min(reply.sent_at for reply in group)
+        for group in timed
+    )
+    excess = sum(reply.computed_tokens - reply.needed_tokens for reply in run.replies)
+    return run.seconds - excess * seconds / computed
 
 
 def summarize_events(run: WorkloadRun) -> dict[str, float]:
@@ -123,6 +151,7 @@ class Verdict:
 
     def __str__(self) -> str:
         unit = f"of {self.bar.peer}" if self.bar.ratio else "s" if self.bar.measure == "free" else "of needed"
+        unit += " with an ideal cache" if self.bar.reference == "ideal" else ""
         return f"{self.bar.measure} {self.value:.3f} {unit}, at most {self.limit:g}{'' if self.passed else ': MISSED'}"
 
 
@@ -147,14 +176,16 @@ class Result:
         """Judge all bars of this workload: counts by the worst run, times by the medians."""
         if self.skipped:
             return []
-        bars = (COMPUTED_BARS.get(self.letter, COMPUTED_BAR), *BARS[self.letter])
+        bars = [COMPUTED_BARS.get(self.letter, COMPUTED_BAR), *BARS[self.letter]]
+        if self.letter not in WITHOUT_IDEAL_BAR:
+            bars.append(IDEAL_BAR)
         return [self._judge_bar(bar, quick) for bar in bars if not (quick and bar.full)]
 
     def _judge_bar(self, bar: Bar, quick: bool) -> Verdict:
         limit = bar.limit * QUICK_TOLERANCE if quick and not bar.exact else bar.limit
         if not bar.ratio:
             return Verdict(bar, max(run[bar.measure] for run in self.runs["afterglow"]), limit)
-        reference = self.get_median(bar.peer, bar.measure)
+        reference = self.get_median(bar.peer, bar.reference or bar.measure)
         ratio = self.get_median("afterglow", bar.measure) / reference if reference else float("inf")
         return Verdict(bar, ratio, limit)
 

@@ -20,7 +20,7 @@ PLOTS = ROOT / "docs" / "speed"
 TABLE_BEGIN, TABLE_END = "<!-- speed: begin -->", "<!-- speed: end -->"
 MODEL_NAMES = {"smollm2": "SmolLM2 135M (attention)", "hybrid": "109M hybrid"}
 # Main measure of each workload, in seconds, and its text.
-MAIN_MEASURES = dict.fromkeys("abcdhijkl", ("total", "total")) | {
+MAIN_MEASURES = dict.fromkeys("abcdhijklm", ("total", "total")) | {
     "e": ("first_after_restart", "first token after restart"),
     "f": ("gap_largest", "largest token gap"),
     "g": ("free", "first token of the next request"),
@@ -32,8 +32,8 @@ def format_table(results: dict[str, Any]) -> str:
     """Return the table and its conditions as Markdown."""
     tokens = "computed / needed tokens: afterglow, llama-server"
     lines = [
-        f"| workload | model | seconds | afterglow | llama-server | ratio | {tokens} |",
-        "|---|---|---|---|---|---|---|",
+        f"| workload | model | seconds | afterglow | llama-server | ratio | ideal | {tokens} |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [format_row(row) for row in results["rows"] if "skipped" not in row]
     pairs = sorted({row["pairs"] for row in results["rows"] if "pairs" in row})
@@ -41,7 +41,8 @@ def format_table(results: dict[str, Any]) -> str:
     conditions = (
         f"Medians of {runs} alternating runs, {results['threads']} threads, {results['processor']}, "
         f"{results['date']}, llama.cpp {str(results['build']).split()[0]}. `make bench` measures it, "
-        "`make bench-pages` writes this table."
+        "`make bench-pages` writes this table. The ideal ratio is that of llama-server with a cache that computes only "
+        "the needed tokens."
     )
     return "\n".join([*lines, "", conditions])
 
@@ -52,6 +53,8 @@ def format_row(row: dict[str, Any]) -> str:
     afterglow, llama_server = row["medians"][AFTERGLOW], row["medians"][LLAMA_SERVER]
     ratio = afterglow[measure] / llama_server[measure] if llama_server[measure] else float("inf")
     values = f"{text} | {afterglow[measure]:.2f} | {llama_server[measure]:.2f} | {ratio:.2f}"
+    has_ideal = measure == "total" and "ideal" in llama_server
+    values += f" | {llama_server['ideal'] / llama_server['total']:.2f}" if has_ideal else " | "
     tokens = f"{afterglow['excess']:.2f}, {llama_server['excess']:.2f}"
     return f"| ({row['workload']}) {row['name']} | {MODEL_NAMES[row['model']]} | {values} | {tokens} |"
 

@@ -1,4 +1,4 @@
-"""Twelve seeded workloads of agents and assistants on a local machine, (a) to (l), as data.
+"""Thirteen seeded workloads of agents and assistants on a local machine, (a) to (m), as data.
 
 A workload is a list of steps; `workload_runner.py` runs it against a server. Prompts and answers have fixed sizes.
 Later turns contain the model's own answers, because caching those is part of the work. Except in (k), tools are text in
@@ -126,7 +126,16 @@ def build_branches(seed: str, quick: bool) -> Workload:
 
 def build_delegation(seed: str, quick: bool) -> Workload:
     """(c) Four agents start at once with one uncached system prompt, and send their second turn at once."""
-    words, task, answer = (120, 6, 3) if quick else (1100, 30, 8)
+    return _build_delegation("c", "4 agents at once, one system prompt", seed, quick, 1100)
+
+
+def build_short_delegation(seed: str, quick: bool) -> Workload:
+    """(m) The same as (c) with its first size, a system prompt of 900 words."""
+    return _build_delegation("m", "4 agents at once, a shorter system prompt", seed, quick, 900)
+
+
+def _build_delegation(letter: str, name: str, seed: str, quick: bool, full_words: int) -> Workload:
+    words, task, answer = (120, 6, 3) if quick else (full_words, 30, 8)
     opening = system(random_text(seed, words))
     groups = []
     for turn in range(2):
@@ -135,7 +144,7 @@ def build_delegation(seed: str, quick: bool) -> Workload:
             message = user(random_text(f"{seed} {turn} {number}", task))
             asks.append(Ask(talk=str(number), says=(message,) if turn else (opening, message), answer=answer))
         groups.append(Together(tuple(asks)))
-    return Workload("c", "4 agents at once, one system prompt", tuple(groups))
+    return Workload(letter, name, tuple(groups))
 
 
 def build_interleaved(seed: str, quick: bool) -> Workload:
@@ -290,4 +299,5 @@ WORKLOADS: dict[str, Callable[[str, bool], Workload]] = {
     "j": build_image,
     "k": build_tool_calls,
     "l": build_fan_out,
+    "m": build_short_delegation,
 }

@@ -59,13 +59,23 @@ def test_disturbed_streams_are_measured_by_their_own_gaps_and_against_undisturbe
     assert measures["first_of_the_long"] == 9.5
 
 
+def test_an_ideal_cache_saves_the_time_of_the_tokens_that_were_computed_in_vain():
+    """Both prefills took 10 ms per token: the first one alone, the others at the same time."""
+    first = build_reply(0.0, 2.0, 3.0, computed=200, needed=200)
+    together = [build_reply(10.0, 11.0, computed=100, needed=1), build_reply(10.0, 12.0, computed=100, needed=1)]
+    short = build_reply(20.0, 20.9, computed=9, needed=9)  # mostly the cost of a decode
+    run = WorkloadRun(replies=[first, *together, short], groups=[together], seconds=6.0)
+    assert summarize(run)["ideal"] == pytest.approx(6.0 - 198 * 0.01)
+    assert summarize(WorkloadRun(replies=[short], seconds=1.0))["ideal"] == 1.0
+
+
 def test_quantiles_are_measured_values():
     assert quantile([1, 2, 3, 4], 0.95) == 4
     assert quantile(list(range(100)), 0.95) == 95
 
 
 def build_run(total: float, excess: float = 1.0) -> dict[str, float]:
-    return {"total": total, "excess": excess, "free": total, "computed": 1, "needed": 1}
+    return {"total": total, "ideal": 0.8 * total, "excess": excess, "free": total, "computed": 1, "needed": 1}
 
 
 def test_times_are_judged_by_medians_and_counts_by_the_worst_run():
@@ -74,9 +84,11 @@ def test_times_are_judged_by_medians_and_counts_by_the_worst_run():
         "afterglow": [build_run(1.0), build_run(9.0, 1.04), build_run(2.0)],
         "llama-server": [build_run(4.0), build_run(2.0), build_run(1.0)],
     }
-    excess, total = result.judge(quick=False)
+    excess, total, ideal = result.judge(quick=False)
     assert (excess.value, excess.passed) == (1.04, True)
     assert (total.value, total.passed) == (1.0, True)
+    assert (ideal.value, ideal.passed) == (1.25, False)  # the medians are equal: an ideal cache would take 0.8 of them
+    assert str(ideal).startswith("total 1.250 of llama-server with an ideal cache, at most 1.05")
     result.runs["afterglow"][0]["excess"] = 1.06
     assert not result.judge(quick=False)[0].passed
     assert not result.judge(quick=True)[0].passed  # counts have no noise
@@ -84,7 +96,7 @@ def test_times_are_judged_by_medians_and_counts_by_the_worst_run():
 
 def test_a_quick_run_has_wider_time_bars():
     result = Result("a", "any", "smollm2", runs={"afterglow": [build_run(1.3)], "llama-server": [build_run(1.0)]})
-    assert [verdict.passed for verdict in result.judge(quick=False)] == [True, False]
+    assert [verdict.passed for verdict in result.judge(quick=False)] == [True, False, False]
     assert [verdict.passed for verdict in result.judge(quick=True)] == [True, True]
     assert QUICK_TOLERANCE == 1.5
 
@@ -97,10 +109,10 @@ def test_measures_that_need_long_prompts_are_judged_in_full_runs_only():
         "streams",
         "total",
     ]
-    run = {"excess": 1.0, "first_after_restart": 1.0}
+    run = {"excess": 1.0, "first_after_restart": 1.0, "total": 1.0, "ideal": 1.0}
     result = Result("e", "any", "smollm2", runs={"afterglow": [run], "llama-server": [run]})
     assert [verdict.passed for verdict in result.judge(quick=True)] == [True]
-    assert [verdict.passed for verdict in result.judge(quick=False)] == [True, False]
+    assert [verdict.passed for verdict in result.judge(quick=False)] == [True, False, True]
 
 
 def test_the_bars_have_the_agreed_limits():
@@ -127,7 +139,7 @@ def test_the_table_names_its_conditions_and_replaces_the_text_between_its_commen
     table = results.format_table(
         {"rows": [row, skipped], "threads": 2, "processor": "a chip", "date": "2026-01-01", "build": "b1 x"}
     )
-    assert "| (a) an agent | SmolLM2 135M (attention) | total | 1.00 | 2.00 | 0.50 | 1.00, 1.50 |" in table
+    assert "| (a) an agent | SmolLM2 135M (attention) | total | 1.00 | 2.00 | 0.50 | 0.80 | 1.00, 1.50 |" in table
     assert "5 alternating runs, 2 threads, a chip, 2026-01-01, llama.cpp b1" in table
     page = results.replace_table(f"head\n{results.TABLE_BEGIN}\nold\n{results.TABLE_END}\ntail", table)
     assert page.startswith("head\n")

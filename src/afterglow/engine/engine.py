@@ -246,7 +246,7 @@ class Engine:
             if not has_slot and waiting.job.request.sequence is None:
                 if not self._preempt_for(waiting.job):
                     break  # the next job would not get a slot either
-                self._resume_job(waiting)
+                self._resume_job(waiting, may_wait=False)  # otherwise others would take the slot
 
     def _inherit_priorities(self) -> None:
         """Give each leader the highest priority among its followers: they wait for its prefill."""
@@ -256,10 +256,10 @@ class Engine:
             if waiting.leader is not None and is_following(waiting, self._running):
                 waiting.leader.priority = max(waiting.leader.priority, waiting.job.priority)
 
-    def _resume_job(self, waiting: WaitingJob) -> bool:
+    def _resume_job(self, waiting: WaitingJob, *, may_wait: bool = True) -> bool:
         """Start the job, or continue it from its swapped state. Return False if there is no slot."""
         saved = waiting.swapped_state
-        return self._start_job(waiting) if saved is None else self._swap_in(waiting, saved)
+        return self._start_job(waiting, may_wait=may_wait) if saved is None else self._swap_in(waiting, saved)
 
     def _preempt_for(self, job: Job) -> bool:
         """Free the slot of a running job of lower priority. Return False if there is none."""
@@ -269,10 +269,11 @@ class Engine:
         self._swap_out(victim, needs_cells=False)
         return True
 
-    def _start_job(self, waiting: WaitingJob, *, is_retry: bool = False) -> bool:
+    def _start_job(self, waiting: WaitingJob, *, may_wait: bool = True, is_retry: bool = False) -> bool:
         """Give the job a sequence with its cached prefix, or let it wait for that. Return False if there is no slot."""
         job, request = waiting.job, waiting.job.request
-        if request.use_prefix_cache and self.prefix_cache.search(job.prompt, job.namespace, waits=not self._running):
+        searches = may_wait and request.use_prefix_cache
+        if searches and self.prefix_cache.search(job.prompt, job.namespace, waits=not self._running):
             return True
         # In deterministic mode, generated tokens are computed one by one again: a prompt has computed them in chunks.
         plan = self.prefix_cache.plan(
@@ -283,7 +284,9 @@ class Engine:
         )
         if plan is None:
             return False
-        if self._follow_leader(waiting, plan.reuse_length) or (self._running and self.prefix_cache.prefetch(plan)):
+        if may_wait and (
+            self._follow_leader(waiting, plan.reuse_length) or (self._running and self.prefix_cache.prefetch(plan))
+        ):
             return True
         last_logits = None
         if not job.generated and plan.reuse_length == len(
@@ -291,7 +294,7 @@ class Engine:
         ):  # before the plan is applied: that may evict them
             last_logits = self.prefix_cache.load_last_logits(job.prompt, job.namespace)
             if last_logits is None:  # damaged, and removed: plan again
-                return self._start_job(waiting, is_retry=is_retry)
+                return self._start_job(waiting, may_wait=may_wait, is_retry=is_retry)
         planned = None  # before the plan is applied: that may drop the entries which differ
         if request.explained and not job.admitted_at:
             planned = self.prefix_cache.describe_plan(job.prompt, plan, job.namespace)
@@ -299,7 +302,7 @@ class Engine:
         if plan.reuse_length and not reused and not is_retry:
             # A stored state did not load and was removed: plan again.
             self.prefix_cache.release(sequence)
-            return self._start_job(waiting, is_retry=True)
+            return self._start_job(waiting, may_wait=may_wait, is_retry=True)
         if not job.admitted_at:
             self.media_scheduler.record_reuse(job, min(reused, len(job.prompt)))
             self.counters.reused_entries += min(reused, len(job.prompt))

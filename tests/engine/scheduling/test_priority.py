@@ -113,6 +113,28 @@ def test_a_leader_has_the_priority_of_its_follower():
     assert engine.counters.coalesced == 1
 
 
+def test_a_job_takes_the_sequence_that_was_preempted_for_it_and_does_not_wait_for_a_leader():
+    """Without a RAM tier, preempting the leader loses the prefix. The job followed one leader after the other forever."""
+    engine = fake("attention", EngineSettings(ram_cache_bytes=0), sequences=2, batch_cells=64)
+    shared = prompt(150, 50)
+    background = [
+        request(str(n), [*shared, n], priority=BACKGROUND, max_tokens=8, use_prefix_cache=False) for n in range(4)
+    ]
+    answers: dict[str, Answer] = {}
+    for submitted in background:
+        engine.submit(submitted)
+    collect(answers, engine)
+    interactive = request("interactive", [*shared, *prompt(20, 51)], max_tokens=3)
+    engine.submit(interactive)
+    for _ in range(20):
+        collect(answers, engine)
+    assert answers["interactive"].end is not None
+    assert engine.counters.preempted == 1
+    finish_checked(engine, answers)
+    for submitted in (interactive, *background):
+        assert answers[submitted.id].tokens == compute_tokens("attention", submitted)
+
+
 def test_a_paused_job_takes_part_in_a_decode_after_some_seconds():
     engine = build_engine(sequences=3)
     decoding = request("decoding", prompt(20, 1), priority=BACKGROUND, max_tokens=50, ignore_eos=True)
