@@ -55,7 +55,7 @@ check: .venv/development    ## format, lint, types
 bench: .venv/development    ## all benchmarks against llama-server, about an hour on an idle machine
 	@$(BIN)/python benchmarks/all.py
 
-bench-quick: .venv/development   ## the same checks on smaller workloads, five minutes
+bench-quick: .venv/development   ## the same checks on smaller workloads, ten minutes
 	@$(BIN)/python benchmarks/all.py --quick
 
 bench-pages: .venv/bench    ## write the table of README.md and the plots of docs/speed.md

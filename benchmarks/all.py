@@ -81,7 +81,7 @@ def write_result(run: BenchmarkRun) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less work, the same checks, under five minutes")
+    parser.add_argument("--quick", action="store_true", help="less work, wider bars of times, ten minutes")
     parser.add_argument("--only", default=",".join(BENCHMARKS), help="names of benchmarks, e.g. agents,server")
     arguments = parser.parse_args()
     runs = []

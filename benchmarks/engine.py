@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from report import QUICK_TOLERANCE
 
 from afterglow import registry
 from afterglow.engine.backends.llama import LlamaBackend
@@ -159,11 +160,12 @@ def measure_python_time(rounds: int) -> list[list[float]]:
     return samples
 
 
-def summarize_python_time(samples: list[list[float]]) -> Row:
+def summarize_python_time(samples: list[list[float]], max_microseconds: float) -> Row:
     medians = sorted(map(statistics.median, samples))
     p10, p90 = np.percentile(np.concatenate(samples), (10, 90))
     spread = f"slowest round {medians[-1]:.0f}, p10 {p10:.0f}, p90 {p90:.0f}"
-    return Row("Python time per step, 8 sequences", medians[0], "µs", "≤ 120", medians[0] <= 120, spread)
+    passed = medians[0] <= max_microseconds
+    return Row("Python time per step, 8 sequences", medians[0], "µs", f"≤ {max_microseconds:g}", passed, spread)
 
 
 def measure_steps(engine: Engine, native: list[float]) -> list[float]:
@@ -298,13 +300,15 @@ def main() -> int:
     arguments = parser.parse_args()
     pairs, tokens = (11, 16) if arguments.quick else (35, 24)
     rounds = 1 if arguments.quick else 3
+    tolerance = QUICK_TOLERANCE if arguments.quick else 1.0
+    ratios = (0.9, 0.9) if arguments.quick else (0.97, 0.95)  # the median of eleven short pairs is noisy
     rows = [measure_planning(1000, 50), measure_matching(50), measure_tree(1000, 9, 0.02), measure_tree(1000, 9, 0.005)]
     python_times = measure_python_time(rounds)
     with LlamaModel.load(registry.resolve(arguments.model, fetch=True)) as model:
-        rows.append(measure_ratio(model, 1, pairs, tokens, 0.97))
+        rows.append(measure_ratio(model, 1, pairs, tokens, ratios[0]))
         python_times += measure_python_time(rounds)
-        rows.append(measure_ratio(model, 8, pairs, tokens // 2, 0.95))
-    rows.append(summarize_python_time(python_times + measure_python_time(rounds)))
+        rows.append(measure_ratio(model, 8, pairs, tokens // 2, ratios[1]))
+    rows.append(summarize_python_time(python_times + measure_python_time(rounds), 120 * tolerance))
     for row in rows:
         verdict = "ok" if row.passed else "MISSED"
         print(f"{row.name:45} {row.value:9.3f} {row.unit:3} {row.bar:8} {verdict:7} {row.spread}")

@@ -9,12 +9,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from report import QUICK_TOLERANCE
 from workload_runner import Reply, WorkloadRun
 
 MAX_COMPUTED_RATIO = 1.05  # to the tokens that an ideal cache computes, for every workload
 MAX_FREE_SECONDS = 1.0  # until the engine serves the next request after a client disconnected
 KEEPING = "llama-server, keeping"
-QUICK_TOLERANCE = 1.5  # factor on the time bars of quick runs: short runs are noisy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from afterglow.llama.library.loader import get_library
 
@@ -22,6 +22,18 @@ class Row:
     @property
     def passed(self) -> bool:
         return self.bar is None or (self.value if self.share is None else self.share) <= self.bar
+
+
+QUICK_TOLERANCE = 1.5  # factor on the time bars of quick runs: short runs are noisy
+
+
+def without_share_bar(rows: list[Row], bar: float) -> list[Row]:
+    """Return the rows without this bar, for quick runs that print a share of time but do not judge it.
+
+    >>> [row.bar for row in without_share_bar([Row("time", 1.0, "s", 0.5, 0.3), Row("count", 1.0, "", bar=1)], 0.3)]
+    [None, 1]
+    """
+    return [replace(row, bar=None) if row.share is not None and row.bar == bar else row for row in rows]
 
 
 def print_report(benchmark: str, rows: list[Row]) -> int:

@@ -114,7 +114,7 @@ def test_a_leader_has_the_priority_of_its_follower():
 
 
 def test_a_job_takes_the_sequence_that_was_preempted_for_it_and_does_not_wait_for_a_leader():
-    """Without a RAM tier, preempting the leader loses the prefix. The job followed one leader after the other forever."""
+    """Without a RAM tier, preempting a leader loses the prefix. The job followed one after the other, without end."""
     engine = fake("attention", EngineSettings(ram_cache_bytes=0), sequences=2, batch_cells=64)
     shared = prompt(150, 50)
     background = [
