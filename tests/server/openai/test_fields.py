@@ -411,6 +411,9 @@ for ROUTE, PATH in (("chat", "/v1/chat/completions"), ("completions", "/v1/compl
         assert processed == sorted(set(processed))
         assert len(processed) > 1
         assert all(progress["seconds_left"] >= 0 for progress in chunks)
+        repeated = stream(f"with progress of {route} " * 50, return_progress=True)
+        reports = [event["prompt_progress"] for event in repeated if "prompt_progress" in event]
+        assert [progress["processed"] for progress in reports] == [plan["total"]]  # nothing is computed
 
 
 for ROUTE, PATH in (("chat", "/v1/chat/completions"), ("completions", "/v1/completions")):

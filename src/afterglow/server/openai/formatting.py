@@ -195,11 +195,16 @@ class RunningUsage:
             self._generated_tokens += 1
 
     def build_progress(self) -> dict[str, Any]:
-        """Build `prompt_progress` of the newest delta: at the first token, the prompt is complete."""
+        """Build `prompt_progress` of the newest delta: at the first token, the prompt is complete.
+
+        Empty if that is known already: nothing of a cached prompt was computed.
+        """
         progress = self._progress
         if progress is None:
             return {}
         if not self.is_prefill:
+            if progress.computed_entries == progress.prompt_entries:
+                return {}
             progress = replace(progress, computed_entries=progress.prompt_entries)
         return build_progress(progress)
 
