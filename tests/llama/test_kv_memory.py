@@ -216,7 +216,7 @@ def test_c11_a_hybrid_rollback_is_limited_by_the_last_decode_and_the_snapshots(o
 @pytest.mark.parametrize("unified", KV_LAYOUTS)
 @pytest.mark.parametrize("rows", [5, 16], ids=["equal rows", "other rows"])
 def test_c11_a_hybrid_rolls_back_beside_a_sequence_with(open_context, unified, rows):
-    """In unified memory, llama.cpp loses the snapshots of sequences that have fewer rows than others."""
+    """llama.cpp loses the snapshots of sequences that have fewer rows than others."""
     context = open_context("hybrid", recurrent_snapshots=4, kv_unified=unified)
     tokens = random_tokens(30)
     decode_tokens(context, 1, tokens[:20])
@@ -224,13 +224,34 @@ def test_c11_a_hybrid_rolls_back_beside_a_sequence_with(open_context, unified, r
     context.batch.add(random_tokens(rows, seed=1), position=0, sequence=0, outputs=1)
     context.batch.add(tokens[20:25], position=20, sequence=1, outputs=1)
     context.decode()
-    is_possible = rows == 5 or not unified
+    is_possible = rows == 5
     assert context.memory.can_resume(1, 22) is is_possible
     assert context.memory.remove(1, start=22) is is_possible
     if is_possible:
         fresh = open_context("hybrid")
         expected = decode_tokens(fresh, 0, [*tokens[:22], 42])
         assert max_difference(decode_tokens(context, 1, [42], 22), expected) < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_possible"), [({1: 5, 2: 4, 3: 4}, False), ({0: 4, 2: 4, 3: 4}, False), ({1: 5, 2: 5, 3: 5}, True)]
+)
+def test_c11_a_hybrid_rolls_back_only_after_a_decode_of_one_ubatch(open_context, rows, is_possible):
+    """A later ubatch moves the states of earlier sequences, without their snapshots, so that it can be adjacent."""
+    context = open_context("hybrid", sequences=4, recurrent_snapshots=4)
+    tokens = {sequence: random_tokens(20 + sequence, seed=sequence) for sequence in (1, 3, 0, 2)}
+    for sequence in tokens:  # the states are in this order
+        decode_tokens(context, sequence, tokens[sequence])
+    checked, drafts = min(rows), random_tokens(5, seed=9)
+    context.batch.clear()
+    for sequence, count in rows.items():
+        context.batch.add(drafts[:count], position=20 + sequence, sequence=sequence, outputs=1)
+    context.decode()
+    assert context.memory.can_resume(checked, 21 + checked) is is_possible
+    assert context.memory.remove(checked, start=21 + checked) is is_possible
+    if is_possible:
+        expected = decode_tokens(open_context("hybrid"), 0, [*tokens[checked], drafts[0], 42])
+        assert max_difference(decode_tokens(context, checked, [42], 21 + checked), expected) < LOGIT_TOLERANCE
 
 
 def test_c11_a_hybrid_rolls_back_once_per_decode(open_context):

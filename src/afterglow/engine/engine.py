@@ -88,7 +88,7 @@ class Engine:
         grid = self.settings.grid if self.settings.deterministic else 0
         self.prefix_cache = PrefixCache(backend, self.interner, self.settings, grid)
         self.counters = EngineCounters()
-        rollback = Rollback(backend) if capabilities.can_replay and not capabilities.max_rollback else None
+        rollback = Rollback(backend) if capabilities.can_replay else None
         drafters = [NgramDrafter(self.prefix_cache.store.ram), *drafters]
         self.speculator = Speculator(self.settings, capabilities, self.prefix_cache.cost_model, drafters, rollback)
         self.constraint_factory = TokenConstraintFactory(backend.token_bytes)  # thread-safe
@@ -437,7 +437,7 @@ class Engine:
     def _decode(self, batch: list[tuple[RunningJob, int]]) -> None:
         spans = [running.build_span(count, self._max_media_rows) for running, count in batch]
         jobs = [running for running, _ in batch]
-        self.speculator.prepare_decode(jobs)
+        self.speculator.prepare_decode(jobs, spans)
         with self._cancel_lock:
             self._decoding_jobs = jobs
         started_at = time.perf_counter()

@@ -6,6 +6,7 @@ both. If an operation raises or returns False, nothing was changed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ class MemoryOwner(Protocol):
     model: LlamaModel
     settings: ContextSettings
     sequences: int
+    ubatch: int
     max_rollback: int
     is_mtp: bool
 
@@ -249,11 +251,22 @@ class KVMemory:
         if not self._context.max_rollback:
             return
         self._decoded_rows = np.bincount(sequences, minlength=len(self._decoded_rows))
-        is_decoded = self._decoded_rows > 0
-        self._rolled_back[is_decoded] = False
-        if self._context.settings.kv_unified and len(set(self._decoded_rows[is_decoded].tolist())) > 1:
-            # The snapshots of the sequences with fewer rows are lost: their states are moved during the decode.
+        self._rolled_back[self._decoded_rows > 0] = False
+        if not self.keeps_snapshots(sequences):
             self._decoded_rows[:] = 0
+
+    def keeps_snapshots(self, sequences: Sequence[int] | NDArray[np.int32]) -> bool:
+        """Return whether the snapshots of all sequences are right after a decode of these rows.
+
+        They are if the decode is of one sequence or one ubatch. A later ubatch may move the states of the sequences
+        before it, without their snapshots. In streams, an ubatch has equally many rows of consecutive sequences.
+        """
+        ids, first_rows, counts = np.unique(sequences, return_index=True, return_counts=True)
+        if len(ids) == 1:
+            return True
+        is_consecutive = bool((np.diff(ids) == 1).all()) and bool((np.diff(first_rows) > 0).all())
+        is_one_ubatch = self._context.settings.kv_unified or is_consecutive
+        return is_one_ubatch and len(set(counts.tolist())) == 1 and len(sequences) <= self._context.ubatch
 
     def record_embedding_decode(self, sequence: int) -> None:
         """Record a decode of media rows: they cannot be rolled back individually."""

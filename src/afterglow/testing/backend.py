@@ -323,6 +323,9 @@ class FakeBackend:
     def rewind_for_drafter(self, sequence: int, position: int) -> bool:
         return False
 
+    def can_roll_back_after(self, spans: Sequence[DecodeSpan]) -> bool:
+        return True
+
     def truncate(self, sequence: int, position: int) -> None:
         if position == 0:
             self._kv_caches[sequence] = FakeKVCache()

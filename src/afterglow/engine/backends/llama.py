@@ -141,6 +141,12 @@ class LlamaBackend:
         self.context.decode()
         self._adaptive_threads.record_decode(batch.count)
 
+    def can_roll_back_after(self, spans: Sequence[DecodeSpan]) -> bool:
+        if not self.capabilities.can_replay:
+            return True
+        rows = [span.sequence for span in sorted(spans, key=lambda span: span.sequence) for _ in span.entries]
+        return self.context.memory.keeps_snapshots(rows)
+
     def _decode_embedding(self, span: DecodeSpan, embedding: MediaEmbedding) -> None:
         """Decode rows of a media entry."""
         positions = span.position + embedding.position_offsets

@@ -1,4 +1,4 @@
-"""Rollback for KV caches that cannot drop rejected draft tokens: saves partial states before a decode, restores them.
+"""Rollback where the KV cache cannot drop rejected draft tokens: saves partial states before a decode, restores them.
 
 After a restore, the accepted tokens are recomputed with the next token. Whether that pays is decided by the choice of
 the draft length, not here.
@@ -7,11 +7,11 @@ the draft length, not here.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from afterglow.engine.scheduling.job import RunningJob
-from afterglow.engine.types.backend import Backend, BackendState
+from afterglow.engine.types.backend import Backend, BackendState, DecodeSpan
 
 NEW_MEASUREMENT_WEIGHT = 0.2  # in the running average
 
@@ -32,6 +32,10 @@ class Rollback:
         self._backend = backend
         self._saved_states: dict[RunningJob, RollbackState] = {}
         self._restore_seconds = 0.0  # spent on restoring states after the last decode
+
+    def is_needed(self, spans: Sequence[DecodeSpan]) -> bool:
+        """Return whether the backend cannot drop rejected draft tokens of this decode by itself."""
+        return not (self._backend.capabilities.max_rollback and self._backend.can_roll_back_after(spans))
 
     def save(self, jobs: Iterable[RunningJob]) -> float:
         """Save the states of jobs that have draft tokens. Return the seconds it took."""

@@ -14,7 +14,7 @@ from afterglow.engine.kvcache.cost_model import CostModel, RecentTimings
 from afterglow.engine.scheduling.job import Job, RunningJob
 from afterglow.engine.speculation.draft_length import DraftLength, LossBudget, choose_length
 from afterglow.engine.speculation.rollback import Rollback
-from afterglow.engine.types.backend import Capabilities
+from afterglow.engine.types.backend import Capabilities, DecodeSpan
 from afterglow.engine.types.draft_stats import AcceptanceEstimator
 from afterglow.engine.types.settings import MAX_DRAFT_TOKENS, EngineSettings
 from afterglow.errors import UnsupportedOption
@@ -90,7 +90,7 @@ class Speculator:
         drafters: Sequence[Drafter],
         rollback: Rollback | None = None,
     ) -> None:
-        """`rollback` is for a KV cache that cannot drop rejected draft tokens by itself."""
+        """`rollback` is for a KV cache that cannot always drop rejected draft tokens by itself."""
         self.rollback = rollback
         self.loss_budget = LossBudget()
         self._fixed_length = settings.speculation if isinstance(settings.speculation, int) else None
@@ -105,9 +105,7 @@ class Speculator:
         chosen = choose_drafters(drafters, settings)
         self._drafters = chosen if is_enabled and is_supported else []
         self._capabilities = capabilities
-        self._max_draft_tokens = (
-            MAX_DRAFT_TOKENS if rollback is not None else min(MAX_DRAFT_TOKENS, capabilities.max_rollback)
-        )
+        self._max_draft_tokens = min(MAX_DRAFT_TOKENS, capabilities.max_rollback or MAX_DRAFT_TOKENS)
         # If sequences have separate KV caches, llama.cpp computes rows of several sequences together only up to the
         # smallest row count; the excess rows take another pass. On a CPU that is most of the cost of draft tokens.
         self._splits_uneven_batches = capabilities.interruptible and not capabilities.kv_unified
@@ -285,9 +283,16 @@ class Speculator:
                 rows=rows,
                 drafting_jobs=drafting_jobs,
                 seconds_per_draft_token=self._seconds_per_draft_token[name].seconds,
-                save_seconds=None if self.rollback is None else self.rollback.seconds_per_state,
+                save_seconds=self._save_seconds,
             )
         return self._length_cache[key]
+
+    @property
+    def _save_seconds(self) -> float | None:
+        """Seconds to save a state, if that is necessary for every draft."""
+        if self.rollback is None or self._capabilities.max_rollback:
+            return None
+        return self.rollback.seconds_per_state
 
     def _estimate_seconds(self, rows: int, jobs: int, drafting_jobs: int | None = None) -> float:
         """Return the expected seconds of a decode: one row per job, and draft tokens for `drafting_jobs` of them."""
@@ -342,10 +347,10 @@ class Speculator:
             timings.add(seconds / total)
         return total
 
-    def prepare_decode(self, jobs: Sequence[RunningJob]) -> None:
-        """Save states before a decode if rejected draft tokens cannot be dropped."""
+    def prepare_decode(self, jobs: Sequence[RunningJob], spans: Sequence[DecodeSpan]) -> None:
+        """Save states before a decode after which rejected draft tokens cannot be dropped."""
         if self.rollback is not None and self._drafters:
-            self._draft_seconds += self.rollback.save(jobs)
+            self._draft_seconds += self.rollback.save(jobs if self.rollback.is_needed(spans) else ())
 
     def record_verification(self, running: RunningJob, draft_tokens: int, accepted_tokens: int) -> None:
         """Record how many of a job's draft tokens were computed and accepted."""

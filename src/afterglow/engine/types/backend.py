@@ -172,6 +172,9 @@ class Backend(Protocol):
     def can_resume_at(self, sequence: int, position: int) -> bool:
         """Return whether the sequence can be truncated at `position` and continue there with exact results."""
 
+    def can_roll_back_after(self, spans: Sequence[DecodeSpan]) -> bool:
+        """Return whether sequences can drop up to `max_rollback` entries after a decode of these spans."""
+
     def truncate(self, sequence: int, position: int) -> None:
         """Drop everything from `position` on. Allowed only if `can_resume_at` is true.
 
