@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from peers import Afterglow, ServerSize
-from report import Row, print_report, without_share_bar
+from report import Row, print_report
 from synthetic_inputs import random_text
 
 from afterglow import registry
@@ -150,6 +150,7 @@ def measure(name: str, count: int, prefix: str, threads: int, gpu_layers: int) -
             share=batch_seconds / single_seconds,
             bar=MAX_SHARE,
             note=note,
+            full=True,  # a hundred texts are too few: fixed costs of a request decide
         ),
         Row(f"{label}: 1 - smallest cosine", 1 - cosine, "", bar=1 - MIN_COSINE),
     ]
@@ -171,8 +172,7 @@ def main() -> int:
         for row in measure(name, count, prefix, **sizes)
     ]
     rows += [row for name in arguments.only.split(",") for row in measure_library(name, count, **sizes)]
-    # A hundred texts are too few: the first decodes of a shape and the fixed costs of a request decide.
-    return print_report("embeddings", without_share_bar(rows, MAX_SHARE) if arguments.quick else rows)
+    return print_report("embeddings", rows, quick=arguments.quick)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from workload_runner import Reply, WorkloadRun
 
 MAX_COMPUTED_RATIO = 1.05  # to the tokens that an ideal cache computes, for every workload
 MAX_FREE_SECONDS = 1.0  # until the engine serves the next request after a client disconnected
+MIN_TIMED_TOKENS = 64  # of a prefill that shows the speed of a server
 KEEPING = "llama-server, keeping"
 
 
@@ -55,9 +56,6 @@ COMPUTED_BARS = {
     "k": replace(COMPUTED_BAR, limit=1.02),
     "l": replace(COMPUTED_BAR, limit=1.02, full=True),
 }
-
-
-MIN_TIMED_TOKENS = 64  # of a prefill that shows the speed of a server
 
 
 def quantile(values: Sequence[float], share: float) -> float:

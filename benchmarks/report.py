@@ -18,6 +18,7 @@ class Row:
     share: float | None = None  # of a reference measurement
     bar: float | None = None
     note: str = ""
+    full: bool = False  # a quick run does not judge it
 
     @property
     def passed(self) -> bool:
@@ -27,17 +28,9 @@ class Row:
 QUICK_TOLERANCE = 1.5  # factor on the time bars of quick runs: short runs are noisy
 
 
-def without_share_bar(rows: list[Row], bar: float) -> list[Row]:
-    """Return the rows without this bar, for quick runs that print a share of time but do not judge it.
-
-    >>> [row.bar for row in without_share_bar([Row("time", 1.0, "s", 0.5, 0.3), Row("count", 1.0, "", bar=1)], 0.3)]
-    [None, 1]
-    """
-    return [replace(row, bar=None) if row.share is not None and row.bar == bar else row for row in rows]
-
-
-def print_report(benchmark: str, rows: list[Row]) -> int:
+def print_report(benchmark: str, rows: list[Row], *, quick: bool = False) -> int:
     """Print the rows and one line of JSON. Return the exit code."""
+    rows = [replace(row, bar=None) if quick and row.full else row for row in rows]
     for row in rows:
         share = "" if row.share is None else f"{row.share:7.1%}"
         bar = "" if row.bar is None else f"<= {row.bar:.0%}"

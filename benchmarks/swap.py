@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 from peers import Afterglow, LlamaServer, Peer, ServerSize
-from report import Row, print_report, without_share_bar
+from report import Row, print_report
 from synthetic_inputs import random_text
 
 from afterglow import registry
@@ -171,7 +171,15 @@ def measure(turns: int, words: int, question_words: int, cycles: int, threads: i
     return [
         Row(f"{turns} turns after a swap, median", statistics.median(our_seconds[later]), "s"),
         Row("llama-server, restarted, median", statistics.median(their_seconds[later]), "s"),
-        Row("all turns but the first of each model", sum(our_seconds[later]), "s", share=ratio, bar=MAX_RATIO),
+        # With short conversations, both spend most of the time in starting a process.
+        Row(
+            "all turns but the first of each model",
+            sum(our_seconds[later]),
+            "s",
+            share=ratio,
+            bar=MAX_RATIO,
+            full=True,
+        ),
         Row("computed beyond the new tokens, maximum", excess, "", bar=1),
         Row(
             "resident memory, server and engine, maximum",
@@ -197,9 +205,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     sizes = (9, 300, 30, 5) if arguments.quick else (30, 1000, 60, 50)
-    rows = measure(*sizes, threads=arguments.threads)
-    # With short conversations, both spend most of the time in starting a process.
-    return print_report("swap", without_share_bar(rows, MAX_RATIO) if arguments.quick else rows)
+    return print_report("swap", measure(*sizes, threads=arguments.threads), quick=arguments.quick)
 
 
 if __name__ == "__main__":

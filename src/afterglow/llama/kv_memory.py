@@ -6,7 +6,9 @@ both. If an operation raises or returns False, nothing was changed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -252,21 +254,19 @@ class KVMemory:
             return
         self._decoded_rows = np.bincount(sequences, minlength=len(self._decoded_rows))
         self._rolled_back[self._decoded_rows > 0] = False
-        if not self.keeps_snapshots(sequences):
+        if not self.keeps_snapshots(Counter(sequences.tolist())):
             self._decoded_rows[:] = 0
 
-    def keeps_snapshots(self, sequences: Sequence[int] | NDArray[np.int32]) -> bool:
-        """Return whether the snapshots of all sequences are right after a decode of these rows.
+    def keeps_snapshots(self, rows: Mapping[int, int]) -> bool:
+        """Return whether all snapshots are right after a decode of this many rows of each sequence, in this order.
 
         They are if the decode is of one sequence or one ubatch. A later ubatch may move the states of the sequences
         before it, without their snapshots. In streams, an ubatch has equally many rows of consecutive sequences.
         """
-        ids, first_rows, counts = np.unique(sequences, return_index=True, return_counts=True)
-        if len(ids) == 1:
+        if len(rows) == 1:
             return True
-        is_consecutive = bool((np.diff(ids) == 1).all()) and bool((np.diff(first_rows) > 0).all())
-        is_one_ubatch = self._context.settings.kv_unified or is_consecutive
-        return is_one_ubatch and len(set(counts.tolist())) == 1 and len(sequences) <= self._context.ubatch
+        are_together = self._context.settings.kv_unified or all(b == a + 1 for a, b in itertools.pairwise(rows))
+        return are_together and len(set(rows.values())) == 1 and sum(rows.values()) <= self._context.ubatch
 
     def record_embedding_decode(self, sequence: int) -> None:
         """Record a decode of media rows: they cannot be rolled back individually."""

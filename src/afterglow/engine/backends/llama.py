@@ -144,8 +144,8 @@ class LlamaBackend:
     def can_roll_back_after(self, spans: Sequence[DecodeSpan]) -> bool:
         if not self.capabilities.can_replay:
             return True
-        rows = [span.sequence for span in sorted(spans, key=lambda span: span.sequence) for _ in span.entries]
-        return self.context.memory.keeps_snapshots(rows)
+        rows = {span.sequence: len(span.entries) for span in spans}
+        return self.context.memory.keeps_snapshots(dict(sorted(rows.items())))  # the order of `decode`
 
     def _decode_embedding(self, span: DecodeSpan, embedding: MediaEmbedding) -> None:
         """Decode rows of a media entry."""

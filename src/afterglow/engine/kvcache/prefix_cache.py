@@ -128,9 +128,9 @@ class PrefixCache:
             candidates = [candidate for candidate in candidates if candidate.slot is requested or candidate.slot.busy]
         use_store = use_prefix_cache and target is not None
         has_last_logits = use_prefix_cache and self._keeps_prompt_ends and self.store.has_logits(entries, namespace)
-        if use_store:
-            self.store.sample_disk_reads(entries, namespace)
         stored_prefix = self.store.find_stored_prefix(entries, namespace) if use_store else StoredPrefix()
+        if self.store.sample_disk_reads(stored_prefix):
+            stored_prefix = self.store.find_stored_prefix(entries, namespace)
         return plan_prefix(
             PlanInputs(
                 prompt=entries,

@@ -111,21 +111,23 @@ class TieredStore:
         self.refresh()
         return self.tree.find_stored_prefix(entries, salt)
 
-    def sample_disk_reads(self, entries: Entries, salt: str) -> None:
-        """Time the read of the first blocks of a prompt if only an estimate of the disk's speed opposes loading it.
+    def sample_disk_reads(self, prefix: StoredPrefix) -> bool:
+        """Time the read of the first blocks of a prefix if only an estimate of the disk's speed opposes loading it.
 
-        Otherwise an estimate that is too low would never be replaced.
+        Otherwise an estimate that is too low would never be replaced. Returns whether blocks were read: a damaged one
+        has left the tree.
         """
         if self.disk_tier is None or self._cost_model.is_disk_measured or self._has_sampled_disk:
-            return
-        prefix = self.find_stored_prefix(entries, salt)
+            return False
         blocks = [block for block in prefix.blocks if self._find_tier(block) is self.disk_tier]
         computing_seconds = prefix.length * self._cost_model.seconds_per_entry
-        if blocks and self.estimate_load_seconds(prefix, prefix.length) > computing_seconds:
-            self._has_sampled_disk = True
-            end = find_portion_end([block.nbytes for block in blocks], 0, MAX_SAMPLE_BYTES)
-            with contextlib.suppress(InvalidState):  # a damaged block leaves the tree
-                self._load_rows(blocks[:end])
+        if not blocks or self.estimate_load_seconds(prefix, prefix.length) <= computing_seconds:
+            return False
+        self._has_sampled_disk = True
+        end = find_portion_end([block.nbytes for block in blocks], 0, MAX_SAMPLE_BYTES)
+        with contextlib.suppress(InvalidState):
+            self._load_rows(blocks[:end])
+        return True
 
     def refresh(self) -> None:
         """Notice what other threads and processes have added to the tiers or removed."""
@@ -302,10 +304,8 @@ class TieredStore:
 
     def _find_unwritten_and_last(self, path: SequenceOf[Block]) -> set[bytes]:
         """Return the keys of the blocks that only RAM holds, and of the last one, which gets a child."""
-        written = [any(tier.holds(block) for tier in self.tiers[1:]) for block in path]
-        return {block.key for block, is_written in zip(path, written, strict=True) if not is_written} | {
-            block.key for block in path[-1:]
-        }
+        slower = self.tiers[1:]
+        return {block.key for block in path if block is path[-1] or not any(tier.holds(block) for tier in slower)}
 
     def store_logits(self, entries: Entries, salt: str, logits: NDArray[np.float32]) -> None:
         """Add the logits after a prompt to RAM, if they fit and are not there."""

@@ -19,11 +19,12 @@ from afterglow.errors import AfterglowError
 # From the end of the first decode, which may have to read the weights from disk. Row counts that are not measured by
 # then are learned from speculative decodes.
 MAX_CALIBRATION_SECONDS = 0.25
-MAX_PREFILL_CALIBRATION_SECONDS = 0.15  # from the end of the first decode
+MAX_PREFILL_CALIBRATION_SECONDS = 0.05  # from the end of the first decode
 MAX_PREFILL_ROWS = 2048  # on a GPU, the transfer of more would take longer than their prefill
 # A GPU prepares its kernels for large batches in the first such decode, for a tenth of a second. If a decode of few
 # rows is shorter than the limit, a decode of many is run twice, and the second is measured.
 GPU_ROWS = 512
+GPU_CALIBRATION_SECONDS = 0.15  # from the end of the first decode of that many
 MAX_GPU_STEP_SECONDS = 0.03
 MIN_GROWTH = 4  # of a prefill over the one before it, for which it is measured
 DECODES_PER_ROW_COUNT = 4  # the first one warms up
@@ -107,7 +108,7 @@ def calibrate_prefill(
 ) -> None:
     """Time prefills of increasing length in the empty sequence 0, then the transfer of its state, and clear it."""
     capabilities = backend.capabilities
-    largest = min(capabilities.batch_cells, capabilities.cells_per_sequence // 4, MAX_PREFILL_ROWS)
+    largest = min(capabilities.batch_cells, capabilities.cells_per_sequence // 2, MAX_PREFILL_ROWS)
     position = 0
 
     def time_decode(rows: int) -> float:
@@ -127,7 +128,7 @@ def calibrate_prefill(
             cost_model.record_prefill(rows, seconds)
             if not capabilities.interruptible and rows < GPU_ROWS <= largest and seconds < MAX_GPU_STEP_SECONDS:
                 time_decode(GPU_ROWS)
-                deadline, rows = time.perf_counter() + max_seconds, GPU_ROWS
+                deadline, rows = time.perf_counter() + GPU_CALIBRATION_SECONDS, GPU_ROWS
                 continue
             affordable = min(largest, int(rows * max(0.0, deadline - time.perf_counter()) / max(seconds, 1e-9)))
             rows = affordable if affordable >= MIN_GROWTH * rows else 0

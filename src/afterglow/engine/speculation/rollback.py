@@ -33,21 +33,21 @@ class Rollback:
         self._saved_states: dict[RunningJob, RollbackState] = {}
         self._restore_seconds = 0.0  # spent on restoring states after the last decode
 
-    def is_needed(self, spans: Sequence[DecodeSpan]) -> bool:
-        """Return whether the backend cannot drop rejected draft tokens of this decode by itself."""
-        return not (self._backend.capabilities.max_rollback and self._backend.can_roll_back_after(spans))
+    def save(self, jobs: Iterable[RunningJob], spans: Sequence[DecodeSpan]) -> float:
+        """Save the states of jobs with draft tokens that the KV cache cannot drop after a decode of these spans.
 
-    def save(self, jobs: Iterable[RunningJob]) -> float:
-        """Save the states of jobs that have draft tokens. Return the seconds it took."""
+        Returns the seconds it took.
+        """
         self._saved_states, self._restore_seconds = {}, 0.0
+        drafting = [running for running in jobs if running.draft]
+        if not drafting or (self._backend.capabilities.max_rollback and self._backend.can_roll_back_after(spans)):
+            return 0.0
         started = time.perf_counter()
-        for running in jobs:
-            if running.draft:
-                state = self._backend.save(running.sequence.seq_id, "partial")
-                self._saved_states[running] = RollbackState(len(running.sequence), state)
+        for running in drafting:
+            state = self._backend.save(running.sequence.seq_id, "partial")
+            self._saved_states[running] = RollbackState(len(running.sequence), state)
         seconds = time.perf_counter() - started
-        if self._saved_states:
-            self._record_seconds(seconds / len(self._saved_states))
+        self._record_seconds(seconds / len(drafting))
         return seconds
 
     def restore(self, running: RunningJob) -> bool:

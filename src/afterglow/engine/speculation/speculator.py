@@ -350,7 +350,7 @@ class Speculator:
     def prepare_decode(self, jobs: Sequence[RunningJob], spans: Sequence[DecodeSpan]) -> None:
         """Save states before a decode after which rejected draft tokens cannot be dropped."""
         if self.rollback is not None and self._drafters:
-            self._draft_seconds += self.rollback.save(jobs if self.rollback.is_needed(spans) else ())
+            self._draft_seconds += self.rollback.save(jobs, spans)
 
     def record_verification(self, running: RunningJob, draft_tokens: int, accepted_tokens: int) -> None:
         """Record how many of a job's draft tokens were computed and accepted."""
