@@ -77,7 +77,7 @@ LONG_FILES = (
     "tests/cli/test_repl.py",
 )
 LEFT_OUT = ("full", "clients", "frameworks", "cluster")  # markers of tests that run only if they are asked for
-SECONDS_BY_MARKER = {"model": 5.0, "native": 0.4, "slow": 0.2}  # of a test, roughly
+SECONDS_BY_MARKER = {"full": 60.0, "model": 5.0, "native": 0.4, "slow": 0.2}  # of a test, roughly
 
 
 def pytest_configure(config: pytest.Config) -> None:
