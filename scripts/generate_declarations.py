@@ -19,7 +19,7 @@ TARGET = Path(__file__).parent.parent / "src" / "afterglow" / "llama" / "library
 INCLUDE_FOLDERS = ("include", "ggml/include", "tools/mtmd")
 COMPLETE_HEADERS = ("llama.h", "mtmd.h")
 
-# From ggml, only the declarations that llama.h uses and that `doctor` and the log bridge need.
+# From ggml, only the declarations that llama.h uses and that `doctor`, the log bridge and `top_logits` need.
 GGML_DECLARATION = re.compile(
     r"^(extern )?(enum ggml_(type|log_level|backend_dev_type)\b.*\{"
     r"|typedef struct \w+ ?\* ?ggml_backend_(buffer_type|dev|reg)_t;"
@@ -27,6 +27,8 @@ GGML_DECLARATION = re.compile(
     r"|.*\bggml_backend_(dev_count|dev_get|dev_name|dev_description|dev_memory|dev_type|load_all_from_path|load_all"
     r"|cpu_buffer_type)\("
     r"|.*\bggml_(backend_reg_name|backend_reg_get_proc_address|backend_dev_backend_reg)\("
+    r"|.*\bggml_(top_k|get_rows|reshape_3d|nelements|nrows|set_output|build_forward_expand) *\("
+    r"|.*\bggml_(graph_get_tensor|backend_tensor_get) *\("
     r"|.*\bggml_(blck_size|type_size|version|commit)\()"
 )
 EXCLUDED = re.compile(r"deprecated|llama_opt_|FILE \*|numa|threadpool|init_from_user|set_tensor_data")

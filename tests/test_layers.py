@@ -32,7 +32,8 @@ ORDERS = {
         gguf
         vocabulary
         model
-        batch kv_memory kv_layout lora projector sampler
+        batch kv_memory kv_layout lora projector top_logits
+        sampler
         state
         context
         trial

@@ -14,6 +14,7 @@ from afterglow.llama.context import LlamaContext
 from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
+from afterglow.llama.top_logits import TOP_COUNT, TopLogits
 
 pytestmark = pytest.mark.model
 RIVER = Path(__file__).parents[1] / "data" / "river.txt"
@@ -123,3 +124,35 @@ def test_c15_rows_sampled_together_give_the_tokens_of_rows_sampled_alone(
             tokens = sampler.sample_rows([*together, None], logits)
             assert tokens == [*map(SamplerChain.sample_and_accept, alone, logits), None]
     assert parts == ([threads] * 12 if threads > 1 else [])
+
+
+def test_c15_tokens_sampled_from_top_logits_are_those_sampled_from_all(
+    model: afterglow.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = model._lifecycle.model
+    options = [
+        {"temperature": 0}, {"temperature": 0}, {}, {}, {"top_k": 20, "temperature": 1.5}, {"top_k": 0},
+        {"top_k": TOP_COUNT}, {"mirostat": 2}, {"presence_penalty": 1.0}, {"temperature": 0, "logit_bias": {7: 3.0}},
+        {"top_p": 1.0, "min_p": 0.0},
+    ]  # fmt: skip
+    host_rows = []
+    reduce_part = sampler._reduce_part
+    monkeypatch.setattr(
+        sampler, "_reduce_part", lambda modes, rows: host_rows.append(modes) or reduce_part(modes, rows)
+    )
+    generator = np.random.default_rng(6)
+    with contextlib.ExitStack() as stack:
+        alone, together = (
+            [stack.enter_context(SamplerChain(native, Sampling(**{"seed": 5, **option}))) for option in options]
+            for _ in range(2)
+        )
+        for step in range(12):
+            logits = generator.normal(0, 4, (len(options), native.vocabulary.size)).astype(np.float32)
+            logits[1] = step  # all are equal
+            logits[2, :9] = logits[2].max()
+            logits[3, 20:140] = logits[3].max()  # more equal logits than there are top logits
+            tokens = np.argpartition(logits, -TOP_COUNT)[:, -TOP_COUNT:].astype(np.int32)
+            top = TopLogits(tokens, np.take_along_axis(logits, tokens, 1))
+            expected = [chain.sample_and_accept(row) for chain, row in zip(alone, logits, strict=True)]
+            assert sampler.sample_rows(together, logits, top) == expected
+    assert host_rows == [[0], [40], [40], [TOP_COUNT]] * 12  # equal logits, and as many candidates as top logits

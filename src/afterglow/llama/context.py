@@ -20,6 +20,7 @@ from afterglow.llama.lora import LoraAdapter
 from afterglow.llama.model import LlamaModel
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.state import NO_ADAPTERS_KEY, StateSerializer
+from afterglow.llama.top_logits import TopLogits, TopLogitsReducer
 
 DECODE_ABORTED = 2
 
@@ -66,6 +67,7 @@ class LlamaContext(Handle):
         self._row_count = 0  # of the last decode
         self._output_indices: dict[int, int] = {}  # row of the last decode -> index of its output
         self._logits: NDArray[np.float32] | None = None  # of the last decode; read on first use
+        self._top_logits: TopLogitsReducer | None = None
         self._abort_flag = _install_abort_callback(pointer)
         self._companions: dict[str, LlamaContext] = {}  # contexts beside this one, by purpose
 
@@ -197,6 +199,19 @@ class LlamaContext(Handle):
             size = self.model.vocabulary.size
             self._logits = self._view_floats(pointer, len(self._output_indices) * size).reshape(-1, size)
         return self._logits
+
+    def enable_top_logits(self) -> None:
+        """Find the largest logits of each row on the device that computes them, from the next decode on."""
+        self._top_logits = self._top_logits or TopLogitsReducer(self.pointer, parent=self)
+
+    def get_top_logits(self) -> TopLogits | None:
+        """Return the largest logits of the last decode, in the order of `get_all_logits`; None if there are none.
+
+        Requires `enable_top_logits`, and a decode in which every row had an output.
+        """
+        if self._top_logits is None or len(self._output_indices) != self._row_count:
+            return None
+        return self._top_logits.read(self.get_all_logits())
 
     def get_output_index(self, row: int) -> int:
         """Return the index of `row` of the last decode in `get_all_logits`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,16 @@ from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import LlamaModel
 from afterglow.llama.parallel import count_threads, run_parallel
 from afterglow.llama.sampling import Sampling
+from afterglow.llama.top_logits import MIN_SHORTLIST_CANDIDATES, TopLogits
 
 CANDIDATE_DTYPE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-MIN_SHORTLIST_CANDIDATES = 8192  # with fewer candidates, the native chain is faster than building a shortlist
 SHORTLIST_COLUMN_DEPTH = 64  # logits per column in `build_shortlists`
 # Each of few threads gets the logits of several rows: more threads wait for the GIL longer than they compute.
 MIN_LOGITS_PER_THREAD = 1_200_000
 MAX_SAMPLING_THREADS = 4
+
+RowMode: TypeAlias = int | None  # of `sample_rows`
+Reduced: TypeAlias = int | NDArray[np.void] | None  # a token, candidates, or nothing
 
 
 class SamplerChain(Handle):
@@ -57,7 +60,7 @@ class SamplerChain(Handle):
         first = symbols.llama_sampler_name(symbols.llama_sampler_chain_get(chain, 0))
         self._uses_shortlist = ffi.string(first) == b"top-k"
         # What `sample_rows` computes of a row of logits: 0 the argmax, a number that many of the largest, or nothing.
-        self.row_mode: int | None = sampling.top_k if self._uses_shortlist else None
+        self.row_mode: RowMode = sampling.top_k if self._uses_shortlist else None
         if self._is_argmax and not sampling.logit_bias:
             self.row_mode = 0
         self._candidate_buffer: NDArray[np.void] | None = None  # for all tokens; allocated on first use
@@ -133,19 +136,18 @@ class SamplerChain(Handle):
         return int(array.data[selected].id)
 
 
-def sample_rows(chains: Sequence[SamplerChain | None], logits: NDArray[np.float32]) -> list[int | None]:
+def sample_rows(
+    chains: Sequence[SamplerChain | None], logits: NDArray[np.float32], top: TopLogits | None = None
+) -> list[int | None]:
     """Sample and accept a token with each chain from its row of `logits`. Rows without a chain are skipped.
 
-    The tokens are those of `sample_and_accept`. The work that grows with the vocabulary runs on several threads, for
-    many rows in one call of NumPy each.
+    The tokens are those of `sample_and_accept`. The work that grows with the vocabulary was done by the device that
+    found the `top` logits, or runs on several threads, for many rows in one call of NumPy each.
     """
     modes = [None if chain is None else chain.row_mode for chain in chains]
-    parts = max(1, min(MAX_SAMPLING_THREADS, count_threads(), logits.size // MIN_LOGITS_PER_THREAD))
-    bounds = [len(chains) * part // parts for part in range(parts + 1)]
-    ranges = [(modes[start:stop], logits[start:stop]) for start, stop in itertools.pairwise(bounds)]
-    results = [_reduce_rows(*ranges[0])] if parts == 1 else run_parallel(_reduce_rows, ranges)
+    reduced = _reduce_rows(modes, logits) if top is None else _reduce_top_logits(modes, top, logits)
     tokens: list[int | None] = []
-    for chain, row, result in zip(chains, logits, itertools.chain.from_iterable(results), strict=True):
+    for chain, row, result in zip(chains, logits, reduced, strict=True):
         if chain is None or isinstance(result, int):
             tokens.append(result if isinstance(result, int) else None)
         elif result is None:
@@ -156,9 +158,55 @@ def sample_rows(chains: Sequence[SamplerChain | None], logits: NDArray[np.float3
     return tokens
 
 
-def _reduce_rows(modes: Sequence[int | None], logits: NDArray[np.float32]) -> list[int | NDArray[np.void] | None]:
+def _reduce_top_logits(modes: Sequence[RowMode], top: TopLogits, logits: NDArray[np.float32]) -> list[Reduced]:
+    """Return what `_reduce_rows` returns, from the largest logits of each row.
+
+    Rows with equal logits, for which the number of candidates may change the draw, are reduced from all `logits`.
+    """
+    order = top.tokens.argsort(axis=1)
+    tokens, values = np.take_along_axis(top.tokens, order, 1), np.take_along_axis(top.values, order, 1)
+    ascending, width = np.sort(values, axis=1), values.shape[1]
+    results: list[Reduced] = [None] * len(modes)
+    for mode in {mode for mode in modes if mode is not None and mode < width}:
+        rows = np.array([row for row, other in enumerate(modes) if other == mode])
+        largest = ascending[rows, width - max(mode, 1) :]
+        # Other tokens may have the lowest value, too.
+        is_usable = (largest[:, 0] > ascending[rows, 0]) & (largest[:, 1:] > largest[:, :-1]).all(axis=1)
+        if mode == 0:
+            found: Sequence[Reduced] = tokens[rows, values[rows].argmax(axis=1)].tolist()
+        else:
+            found = _divide_candidates(tokens[rows], values[rows], values[rows] >= largest[:, :1])
+        for row, reduced, usable in zip(rows.tolist(), found, is_usable.tolist(), strict=True):
+            results[row] = reduced if usable else None
+    for row, result in enumerate(results):
+        if result is None and modes[row] is not None:
+            results[row] = _reduce_part(modes[row : row + 1], logits[row : row + 1])[0]
+    return results
+
+
+def _divide_candidates(
+    tokens: NDArray[np.int32], values: NDArray[np.float32], mask: NDArray[np.bool_]
+) -> list[NDArray[np.void]]:
+    """Return the candidates of each row that `mask` selects."""
+    candidates = np.zeros(np.count_nonzero(mask), dtype=CANDIDATE_DTYPE)
+    candidates["id"], candidates["logit"] = tokens[mask], values[mask]
+    bounds = [0, *mask.sum(axis=1).cumsum().tolist()]
+    return [candidates[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def _reduce_rows(modes: Sequence[RowMode], logits: NDArray[np.float32]) -> list[Reduced]:
     """Return for each row its argmax (mode 0), a shortlist of `mode` candidates or more, or None (mode None)."""
-    results: list[int | NDArray[np.void] | None] = [None] * len(modes)
+    parts = max(1, min(MAX_SAMPLING_THREADS, count_threads(), logits.size // MIN_LOGITS_PER_THREAD))
+    if parts == 1:
+        return _reduce_part(modes, logits)
+    bounds = [len(modes) * part // parts for part in range(parts + 1)]
+    ranges = [(modes[start:stop], logits[start:stop]) for start, stop in itertools.pairwise(bounds)]
+    return list(itertools.chain.from_iterable(run_parallel(_reduce_part, ranges)))
+
+
+def _reduce_part(modes: Sequence[RowMode], logits: NDArray[np.float32]) -> list[Reduced]:
+    """Do what `_reduce_rows` does on one thread."""
+    results: list[Reduced] = [None] * len(modes)
     start = 0
     for stop in range(1, len(modes) + 1):
         if stop < len(modes) and modes[stop] == modes[start]:

@@ -53,6 +53,8 @@ class LlamaBackend:
         assert kind != "none"
         self.context = context
         context.memory.copies_on_device = self.allows_device_copies and _has_cells_on_gpu(context)
+        if _is_on_gpu(context):
+            context.enable_top_logits()
         has_gpu = any(device.kind != "cpu" for device in list_devices())
         computes_on_cpu = not has_gpu or not context.model.settings.gpu_layers
         self.capabilities = Capabilities(
@@ -169,7 +171,7 @@ class LlamaBackend:
         for index, (_, _, sampler) in zip(indices, draws, strict=True):
             assert isinstance(sampler, SamplerChain)
             chains[index] = sampler
-        tokens = sample_rows(chains, logits)
+        tokens = sample_rows(chains, logits, self.context.get_top_logits())
         return [token for index in indices if (token := tokens[index]) is not None]
 
     def create_sampler(self, sampling: Sampling) -> Sampler:
@@ -250,15 +252,17 @@ class LlamaBackend:
             self.context.model.close()
 
 
+def _is_on_gpu(context: LlamaContext) -> bool:
+    """Return whether a GPU computes all layers, the output layer included."""
+    layers = context.model.settings.gpu_layers
+    return (layers < 0 or layers > context.model.info.layer_count) and any(
+        "gpu" in device.kind for device in list_devices()
+    )
+
+
 def _has_cells_on_gpu(context: LlamaContext) -> bool:
     """Return whether all cells of attention or window memory, in streams, are in the memory of a GPU."""
-    layers = context.model.settings.gpu_layers
-    return (
-        context.memory.kind in ("attention", "window")
-        and not context.settings.kv_unified
-        and (layers < 0 or layers > context.model.info.layer_count)
-        and any("gpu" in device.kind for device in list_devices())
-    )
+    return context.memory.kind in ("attention", "window") and not context.settings.kv_unified and _is_on_gpu(context)
 
 
 def _compute_max_rollback(context: LlamaContext) -> int:

@@ -55,12 +55,21 @@ enum ggml_log_level {
 typedef _Bool (*ggml_abort_callback)(void * data);
 const char * ggml_version(void);
 const char * ggml_commit(void);
+int64_t ggml_nelements (const struct ggml_tensor * tensor);
+int64_t ggml_nrows (const struct ggml_tensor * tensor);
 int64_t ggml_blck_size(enum ggml_type type);
 size_t ggml_type_size(enum ggml_type type);
+void ggml_set_output(struct ggml_tensor * tensor);
+struct ggml_tensor * ggml_reshape_3d(struct ggml_context * ctx, struct ggml_tensor * a, int64_t ne0, int64_t ne1, int64_t ne2);
+struct ggml_tensor * ggml_get_rows(struct ggml_context * ctx, struct ggml_tensor * a, struct ggml_tensor * b);
+struct ggml_tensor * ggml_top_k(struct ggml_context * ctx, struct ggml_tensor * a, int k);
+void ggml_build_forward_expand(struct ggml_cgraph * cgraph, struct ggml_tensor * tensor);
+struct ggml_tensor * ggml_graph_get_tensor (const struct ggml_cgraph * cgraph, const char * name);
 typedef void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void * user_data);
 typedef struct ggml_backend_buffer_type * ggml_backend_buffer_type_t;
 typedef struct ggml_backend_reg * ggml_backend_reg_t;
 typedef struct ggml_backend_device * ggml_backend_dev_t;
+void ggml_backend_tensor_get (const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
 enum ggml_backend_dev_type {
     GGML_BACKEND_DEVICE_TYPE_CPU,
     GGML_BACKEND_DEVICE_TYPE_GPU,

@@ -1,0 +1,99 @@
+"""Top logits: found by the device that computed the logits. tests/models/test_smollm2.py samples from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from afterglow.llama import top_logits
+from afterglow.llama.context import LlamaContext
+from afterglow.llama.top_logits import MIN_ROWS, TOP_COUNT, TopLogitsReducer
+from support.contexts import random_tokens
+
+pytestmark = pytest.mark.native
+KINDS = ("attention", "window", "recurrent", "hybrid")
+
+
+@pytest.fixture(autouse=True)
+def small_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Find the largest logits of tiny vocabularies, too."""
+    monkeypatch.setattr(top_logits, "MIN_SHORTLIST_CANDIDATES", TOP_COUNT + 1)
+
+
+def decode_rows(context: LlamaContext, sequences: range, position: int) -> None:
+    """Decode one row with an output in each sequence."""
+    context.batch.clear()
+    for sequence, token in zip(sequences, random_tokens(len(sequences), seed=position), strict=True):
+        context.batch.add_row(token, position=position, sequence=sequence, output=True)
+    context.decode()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_logits_of_each_row_are_found(open_context, kind: str) -> None:
+    context = open_context(kind, sequences=8)
+    context.enable_top_logits()
+    for position in range(3):
+        decode_rows(context, range(8), position)
+        top, logits = context.get_top_logits(), context.get_all_logits()
+        assert top is not None
+        assert (np.sort(top.values) == np.sort(logits)[:, -TOP_COUNT:]).all()
+        assert (np.take_along_axis(logits, top.tokens, 1) == top.values).all()
+
+
+def test_logits_are_the_same_with_and_without_them(open_context) -> None:
+    plain, reduced = open_context("attention", sequences=8), open_context("attention", sequences=8)
+    reduced.enable_top_logits()
+    for context in (plain, reduced):
+        decode_rows(context, range(8), 0)
+    assert (plain.get_all_logits() == reduced.get_all_logits()).all()
+    assert plain.get_top_logits() is None
+
+
+def test_a_decode_of_few_rows_finds_none(open_context) -> None:
+    context = open_context("attention", sequences=8)
+    context.enable_top_logits()
+    decode_rows(context, range(8), 0)
+    decode_rows(context, range(MIN_ROWS - 1), 1)
+    assert context.get_top_logits() is None
+
+
+def test_a_decode_with_a_prompt_finds_none(open_context) -> None:
+    context = open_context("attention", sequences=8)
+    context.enable_top_logits()
+    decode_rows(context, range(6), 0)
+    context.batch.clear()
+    for sequence in range(5):
+        context.batch.add_row(3, position=1, sequence=sequence, output=True)
+    context.batch.add(random_tokens(30), position=0, sequence=7, outputs=1)
+    context.decode()
+    assert len(context.get_all_logits()) == 6
+    assert context.get_top_logits() is None
+
+
+def test_a_decode_of_several_ubatches_finds_none(open_context) -> None:
+    context = open_context("attention", sequences=12)
+    context.enable_top_logits()
+    decode_rows(context, range(12), 0)
+    context.batch.clear()
+    for sequence in (0, 1, 2, 3, 6, 7, 8, 9):  # llama.cpp computes neighbours together, and these are no neighbours
+        context.batch.add_row(5, position=1, sequence=sequence, output=True)
+    context.decode()
+    assert context.get_top_logits() is None
+
+
+def test_rows_in_another_order_are_noticed(open_context) -> None:
+    context = open_context("attention", sequences=6)
+    context.enable_top_logits()
+    decode_rows(context, range(6), 0)
+    assert context.get_top_logits() is not None
+    assert context._top_logits.read(context.get_all_logits()[::-1]) is None
+
+
+def test_a_closed_context_releases_its_callbacks(open_context) -> None:
+    context = open_context("attention", sequences=6)
+    context.enable_top_logits()
+    reducer = context._top_logits
+    assert isinstance(reducer, TopLogitsReducer)
+    decode_rows(context, range(6), 0)
+    context.close()
+    assert reducer.closed
