@@ -89,6 +89,21 @@ def test_rows_in_another_order_are_noticed(open_context) -> None:
     assert context._top_logits.read(context.get_all_logits()[::-1]) is None
 
 
+def test_the_operations_are_added_once_to_a_graph(open_context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp asks for the operations of a sampler once for each output that a sequence may have."""
+    context = open_context("attention", sequences=6, outputs=64)
+    context.enable_top_logits()
+    symbols, added = context._library.symbols, []
+    top_k = symbols.ggml_top_k
+    monkeypatch.setattr(symbols, "ggml_top_k", lambda *arguments: added.append(None) or top_k(*arguments))
+    for position in range(4):
+        decode_rows(context, range(6), position)
+    reserved = len(added) - 1
+    decode_rows(context, range(5), 4)
+    assert reserved in (2, 3)  # graphs for which llama.cpp reserves memory
+    assert len(added) == reserved + 2
+
+
 def test_a_closed_context_releases_its_callbacks(open_context) -> None:
     context = open_context("attention", sequences=6)
     context.enable_top_logits()

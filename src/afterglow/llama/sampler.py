@@ -159,25 +159,21 @@ def sample_rows(
 
 
 def _reduce_top_logits(modes: Sequence[RowMode], top: TopLogits, logits: NDArray[np.float32]) -> list[Reduced]:
-    """Return what `_reduce_rows` returns, from the largest logits of each row.
-
-    Rows with equal logits, for which the number of candidates may change the draw, are reduced from all `logits`.
-    """
+    """Return what `_reduce_rows` returns, from the largest logits of each row."""
     order = top.tokens.argsort(axis=1)
     tokens, values = np.take_along_axis(top.tokens, order, 1), np.take_along_axis(top.values, order, 1)
     ascending, width = np.sort(values, axis=1), values.shape[1]
     results: list[Reduced] = [None] * len(modes)
     for mode in {mode for mode in modes if mode is not None and mode < width}:
         rows = np.array([row for row, other in enumerate(modes) if other == mode])
-        largest = ascending[rows, width - max(mode, 1) :]
-        # Other tokens may have the lowest value, too.
-        is_usable = (largest[:, 0] > ascending[rows, 0]) & (largest[:, 1:] > largest[:, :-1]).all(axis=1)
+        limits = ascending[rows, width - max(mode, 1)]
+        is_complete = limits > ascending[rows, 0]  # other tokens may have the lowest value, too
         if mode == 0:
             found: Sequence[Reduced] = tokens[rows, values[rows].argmax(axis=1)].tolist()
         else:
-            found = _divide_candidates(tokens[rows], values[rows], values[rows] >= largest[:, :1])
-        for row, reduced, usable in zip(rows.tolist(), found, is_usable.tolist(), strict=True):
-            results[row] = reduced if usable else None
+            found = _divide_candidates(tokens[rows], values[rows], values[rows] >= limits[:, None])
+        for row, reduced, complete in zip(rows.tolist(), found, is_complete.tolist(), strict=True):
+            results[row] = reduced if complete else None
     for row, result in enumerate(results):
         if result is None and modes[row] is not None:
             results[row] = _reduce_part(modes[row : row + 1], logits[row : row + 1])[0]
@@ -221,7 +217,7 @@ def _reduce_part(modes: Sequence[RowMode], logits: NDArray[np.float32]) -> list[
 
 
 def build_shortlists(logits: NDArray[np.float32], count: int) -> list[NDArray[np.void] | None]:
-    """Return for each row candidates that include the `count` largest logits, ordered by index.
+    """Return for each row the candidates whose logits are at least its `count`-th largest, ordered by index.
 
     None for a row if a shortlist would not save time. A row is divided into columns of 64. At least `count` logits are
     as large as the column maximum of rank `count`, so the logits that are as large include the `count` largest.
@@ -245,12 +241,19 @@ def build_shortlists(logits: NDArray[np.float32], count: int) -> list[NDArray[np
     tokens = np.concatenate([level * width + column[found], depth * width + rest_index])
     order = np.lexsort((tokens, row))
     row, tokens = row[order], tokens[order]
-    candidates = np.zeros(len(tokens), dtype=CANDIDATE_DTYPE)
-    candidates["id"] = tokens
-    candidates["logit"] = logits[row, tokens]
+    values = logits[row, tokens]
     bounds = np.searchsorted(row, np.arange(rows + 1)).tolist()
-    # Fewer than `count`: some logits are NaN.
-    return [candidates[start:stop] if stop - start >= count else None for start, stop in itertools.pairwise(bounds)]
+    shortlists: list[NDArray[np.void] | None] = []
+    for start, stop in itertools.pairwise(bounds):
+        if stop - start < count:  # some logits are NaN
+            shortlists.append(None)
+            continue
+        of_row = values[start:stop]
+        is_candidate = of_row >= np.partition(of_row, stop - start - count)[stop - start - count]
+        candidates = np.zeros(np.count_nonzero(is_candidate), dtype=CANDIDATE_DTYPE)
+        candidates["id"], candidates["logit"] = tokens[start:stop][is_candidate], of_row[is_candidate]
+        shortlists.append(candidates)
+    return shortlists
 
 
 def _build_chain(model: LlamaModel, sampling: Sampling, seed: int) -> Any:

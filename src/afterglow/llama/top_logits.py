@@ -47,12 +47,14 @@ class TopLogitsReducer(Handle):
         ffi, symbols = self._library.ffi, self._library.symbols
         self._tensors: tuple[Any, Any] | None = None  # tokens and values in the last graph that was built
         self._rows = 0  # of these tensors
+        self._is_added = False  # to the graph that is being built
         self._interface = ffi.new("struct llama_sampler_i *")  # with the callbacks, which must outlive the sampler
         self._callbacks = (
             ffi.callback(ffi.typeof(self._interface.backend_init), lambda *_: True),
+            ffi.callback(ffi.typeof(self._interface.backend_reset), self._start_graph),
             ffi.callback(ffi.typeof(self._interface.backend_apply), self._add_operations),
         )
-        self._interface.backend_init, self._interface.backend_apply = self._callbacks
+        self._interface.backend_init, self._interface.backend_reset, self._interface.backend_apply = self._callbacks
         chain = symbols.llama_sampler_chain_init(symbols.llama_sampler_chain_default_params())
         symbols.llama_sampler_chain_add(chain, symbols.llama_sampler_init(self._interface, ffi.NULL))
         symbols.llama_set_sampler(context, SAMPLER_SEQUENCE, chain)
@@ -63,8 +65,15 @@ class TopLogitsReducer(Handle):
 
         super().__init__("top logits", chain, free, parent=parent)
 
+    def _start_graph(self, _: Any) -> None:
+        """llama.cpp starts to build a graph. It reuses a graph until the shape of a batch changes."""
+        self._is_added = False
+
     def _add_operations(self, _: Any, memory: Any, graph: Any, __: Any) -> None:
-        """Add the operations to a graph that llama.cpp builds. It reuses a graph until the shape of a batch changes."""
+        """Add the operations to a graph, once. llama.cpp calls this for each row that a sequence may have."""
+        if self._is_added:
+            return
+        self._is_added = True
         symbols = self._library.symbols
         logits = symbols.ggml_graph_get_tensor(graph, LOGITS_NAME)
         rows = symbols.ggml_nrows(logits) if logits else 0
