@@ -34,10 +34,25 @@ def test_the_largest_logits_of_each_row_are_found(open_context, kind: str) -> No
     context.enable_top_logits()
     for position in range(3):
         decode_rows(context, range(8), position)
-        top, logits = context.get_top_logits(), context.get_all_logits()
+        top, logits = context.get_top_logits(TOP_COUNT), context.get_all_logits()
         assert top is not None
         assert (np.sort(top.values) == np.sort(logits)[:, -TOP_COUNT:]).all()
         assert (np.take_along_axis(logits, top.tokens, 1) == top.values).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_logit_of_each_row_is_found(open_context, kind: str) -> None:
+    context = open_context(kind, sequences=8)
+    context.enable_top_logits()
+    decode_rows(context, range(8), 0)
+    assert context.get_top_logits(0).tokens.shape == (8, TOP_COUNT)  # of the graph that was built before
+    decode_rows(context, range(6), 1)
+    top = context.get_top_logits(0)
+    assert top.tokens[:, 0].tolist() == context.get_all_logits().argmax(axis=1).tolist()
+    assert top.values[:, 0].tolist() == context.get_all_logits().max(axis=1).tolist()
+    assert context.get_top_logits(TOP_COUNT).tokens.shape == (6, 1)
+    decode_rows(context, range(5), 2)
+    assert context.get_top_logits(TOP_COUNT).tokens.shape == (5, TOP_COUNT)
 
 
 def test_logits_are_the_same_with_and_without_them(open_context) -> None:
@@ -46,7 +61,7 @@ def test_logits_are_the_same_with_and_without_them(open_context) -> None:
     for context in (plain, reduced):
         decode_rows(context, range(8), 0)
     assert (plain.get_all_logits() == reduced.get_all_logits()).all()
-    assert plain.get_top_logits() is None
+    assert plain.get_top_logits(TOP_COUNT) is None
 
 
 def test_a_decode_of_few_rows_finds_none(open_context) -> None:
@@ -54,7 +69,7 @@ def test_a_decode_of_few_rows_finds_none(open_context) -> None:
     context.enable_top_logits()
     decode_rows(context, range(8), 0)
     decode_rows(context, range(MIN_ROWS - 1), 1)
-    assert context.get_top_logits() is None
+    assert context.get_top_logits(TOP_COUNT) is None
 
 
 def test_a_decode_with_a_prompt_finds_none(open_context) -> None:
@@ -67,7 +82,7 @@ def test_a_decode_with_a_prompt_finds_none(open_context) -> None:
     context.batch.add(random_tokens(30), position=0, sequence=7, outputs=1)
     context.decode()
     assert len(context.get_all_logits()) == 6
-    assert context.get_top_logits() is None
+    assert context.get_top_logits(TOP_COUNT) is None
 
 
 def test_a_decode_of_several_ubatches_finds_none(open_context) -> None:
@@ -78,14 +93,14 @@ def test_a_decode_of_several_ubatches_finds_none(open_context) -> None:
     for sequence in (0, 1, 2, 3, 6, 7, 8, 9):  # llama.cpp computes neighbours together, and these are no neighbours
         context.batch.add_row(5, position=1, sequence=sequence, output=True)
     context.decode()
-    assert context.get_top_logits() is None
+    assert context.get_top_logits(TOP_COUNT) is None
 
 
 def test_rows_in_another_order_are_noticed(open_context) -> None:
     context = open_context("attention", sequences=6)
     context.enable_top_logits()
     decode_rows(context, range(6), 0)
-    assert context.get_top_logits() is not None
+    assert context.get_top_logits(TOP_COUNT) is not None
     assert context._top_logits.read(context.get_all_logits()[::-1]) is None
 
 

@@ -155,4 +155,9 @@ def test_c15_tokens_sampled_from_top_logits_are_those_sampled_from_all(
             top = TopLogits(tokens, np.take_along_axis(logits, tokens, 1))
             expected = [chain.sample_and_accept(row) for chain, row in zip(alone, logits, strict=True)]
             assert sampler.sample_rows(together, logits, top) == expected
+            greedy = TopLogits(logits.argmax(axis=1)[:, None].astype(np.int32), logits.max(axis=1)[:, None])
+            assert (
+                sampler.sample_rows(together[:2], logits[:2], TopLogits(greedy.tokens[:2], greedy.values[:2]))
+                == (expected[:2])
+            )
     assert host_rows == [[0], [40], [TOP_COUNT]] * 12  # equal logits, and as many candidates as top logits

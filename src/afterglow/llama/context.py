@@ -20,7 +20,7 @@ from afterglow.llama.lora import LoraAdapter
 from afterglow.llama.model import LlamaModel
 from afterglow.llama.settings import ContextSettings
 from afterglow.llama.state import NO_ADAPTERS_KEY, StateSerializer
-from afterglow.llama.top_logits import TopLogits, TopLogitsReducer
+from afterglow.llama.top_logits import TOP_COUNT, TopLogits, TopLogitsReducer
 
 DECODE_ABORTED = 2
 
@@ -204,13 +204,15 @@ class LlamaContext(Handle):
         """Find the largest logits of each row on the device that computes them, from the next decode on."""
         self._top_logits = self._top_logits or TopLogitsReducer(self.pointer, parent=self)
 
-    def get_top_logits(self) -> TopLogits | None:
+    def get_top_logits(self, count: int) -> TopLogits | None:
         """Return the largest logits of the last decode, in the order of `get_all_logits`; None if there are none.
 
-        Requires `enable_top_logits`, and a decode in which every row had an output.
+        Requires `enable_top_logits`, and a decode in which every row had an output. `count` logits per row are needed.
+        If the device found fewer, it finds more in later decodes.
         """
         if self._top_logits is None or len(self._output_indices) != self._row_count:
             return None
+        self._top_logits.count = 1 if count <= 1 else TOP_COUNT
         return self._top_logits.read(self.get_all_logits())
 
     def get_output_index(self, row: int) -> int:

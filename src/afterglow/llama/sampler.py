@@ -159,7 +159,27 @@ def sample_rows(
 
 
 def _reduce_top_logits(modes: Sequence[RowMode], top: TopLogits, logits: NDArray[np.float32]) -> list[Reduced]:
-    """Return what `_reduce_rows` returns, from the largest logits of each row."""
+    """Return what `_reduce_rows` returns, from the largest logits of each row.
+
+    If the device found only the largest logit of each row, it may be any of several equal ones.
+    """
+    width = top.values.shape[1]
+    if width == 1:
+        results: list[Reduced] = [
+            token if mode == 0 else None for mode, token in zip(modes, top.tokens[:, 0].tolist(), strict=True)
+        ]
+    else:
+        results = _find_candidates(modes, top)
+    missing = [row for row, result in enumerate(results) if result is None and modes[row] is not None]
+    if len(missing) == len(modes):
+        return _reduce_rows(modes, logits)
+    for row in missing:
+        results[row] = _reduce_part(modes[row : row + 1], logits[row : row + 1])[0]
+    return results
+
+
+def _find_candidates(modes: Sequence[RowMode], top: TopLogits) -> list[Reduced]:
+    """Return what `_reduce_rows` returns, or None for a row whose largest logits are not all in `top`."""
     order = top.tokens.argsort(axis=1)
     tokens, values = np.take_along_axis(top.tokens, order, 1), np.take_along_axis(top.values, order, 1)
     ascending, width = np.sort(values, axis=1), values.shape[1]
@@ -174,9 +194,6 @@ def _reduce_top_logits(modes: Sequence[RowMode], top: TopLogits, logits: NDArray
             found = _divide_candidates(tokens[rows], values[rows], values[rows] >= limits[:, None])
         for row, reduced, complete in zip(rows.tolist(), found, is_complete.tolist(), strict=True):
             results[row] = reduced if complete else None
-    for row, result in enumerate(results):
-        if result is None and modes[row] is not None:
-            results[row] = _reduce_part(modes[row : row + 1], logits[row : row + 1])[0]
     return results
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from afterglow.llama.handle import Handle
 from afterglow.llama.library.loader import get_library
 
-TOP_COUNT = 64  # logits per row; more than the usual `top_k` of 40
+TOP_COUNT = 64  # logits per row if tokens are drawn; more than the usual `top_k` of 40
 MIN_ROWS = 4  # for fewer rows, the CPU is as fast
 MIN_SHORTLIST_CANDIDATES = 8192  # with fewer candidates, llama.cpp's samplers are faster than finding the largest first
 # llama.cpp adds the operations of a sampler to the graph of every decode, for all sequences that have one. This number
@@ -27,14 +27,20 @@ LOGITS_NAME = b"result_output"  # of the tensor in llama.cpp's graphs
 
 @dataclass(frozen=True, slots=True)
 class TopLogits:
-    """The `TOP_COUNT` largest logits of each row, in no order: `tokens` and `values` have a line per row."""
+    """The largest logits of each row, in no order: `tokens` and `values` have a line per row.
+
+    A line has the largest logit only, or `TOP_COUNT`.
+    """
 
     tokens: NDArray[np.int32]
     values: NDArray[np.float32]
 
 
 class TopLogitsReducer(Handle):
-    """Adds a top-k operation to the graphs of a context. `read` returns its result after a decode.
+    """Adds an argmax or a top-k operation to the graphs of a context. `read` returns its result after a decode.
+
+    Set `count` to the logits per row that are needed: 1 or `TOP_COUNT`. It applies to the next graph that llama.cpp
+    builds, which it reuses until the number of rows changes, for at most 256 decodes.
 
     >>> reducer = TopLogitsReducer(context.pointer, parent=context)
     >>> reducer.read(context.get_all_logits()) is None  # there was no decode
@@ -45,8 +51,9 @@ class TopLogitsReducer(Handle):
         """`context` is the native context that `parent` owns."""
         self._library = get_library()
         ffi, symbols = self._library.ffi, self._library.symbols
+        self.count = TOP_COUNT
         self._tensors: tuple[Any, Any] | None = None  # tokens and values in the last graph that was built
-        self._rows = 0  # of these tensors
+        self._shape = (0, 0)  # of these tensors: rows, and logits per row
         self._is_added = False  # to the graph that is being built
         self._interface = ffi.new("struct llama_sampler_i *")  # with the callbacks, which must outlive the sampler
         self._callbacks = (
@@ -66,7 +73,7 @@ class TopLogitsReducer(Handle):
         super().__init__("top logits", chain, free, parent=parent)
 
     def _start_graph(self, _: Any) -> None:
-        """llama.cpp starts to build a graph. It reuses a graph until the shape of a batch changes."""
+        """llama.cpp starts to build a graph."""
         self._is_added = False
 
     def _add_operations(self, _: Any, memory: Any, graph: Any, __: Any) -> None:
@@ -79,11 +86,14 @@ class TopLogitsReducer(Handle):
         rows = symbols.ggml_nrows(logits) if logits else 0
         if not rows:  # no logits: another graph than the one whose tensors are read
             return
-        self._tensors, self._rows = None, rows
+        self._tensors, self._shape = None, (rows, self.count)
         size = symbols.ggml_nelements(logits) // rows
         if rows < MIN_ROWS or size < MIN_SHORTLIST_CANDIDATES:
             return
-        tokens = symbols.ggml_top_k(memory, logits, TOP_COUNT)
+        if self.count == 1:
+            tokens = symbols.ggml_reshape_3d(memory, symbols.ggml_argmax(memory, logits), 1, rows, 1)
+        else:
+            tokens = symbols.ggml_top_k(memory, logits, self.count)
         values = symbols.ggml_get_rows(memory, symbols.ggml_reshape_3d(memory, logits, 1, size, rows), tokens)
         for tensor in (tokens, values):
             symbols.ggml_set_output(tensor)  # its memory is not reused
@@ -96,14 +106,15 @@ class TopLogitsReducer(Handle):
         `logits` are those of all rows of the decode, and every row must have had an output. A decode of several
         ubatches computes several graphs, and the tensors of the last one have fewer rows.
         """
-        if self._tensors is None or self._rows != len(logits):
+        rows = self._shape[0]
+        if self._tensors is None or rows != len(logits):
             return None
-        top = TopLogits(np.empty((self._rows, TOP_COUNT), np.int32), np.empty((self._rows, TOP_COUNT), np.float32))
+        top = TopLogits(np.empty(self._shape, np.int32), np.empty(self._shape, np.float32))
         ffi, symbols = self._library.ffi, self._library.symbols
         for tensor, array in zip(self._tensors, (top.tokens, top.values), strict=True):
             symbols.ggml_backend_tensor_get(tensor, ffi.from_buffer(array), 0, array.nbytes)
         # The rows are those of `logits`, in this order, and have no NaN: one of each is compared.
         with contextlib.suppress(IndexError):
-            if (logits[np.arange(self._rows), top.tokens[:, 0]] == top.values[:, 0]).all():
+            if (logits[np.arange(rows), top.tokens[:, 0]] == top.values[:, 0]).all():
                 return top
         return None

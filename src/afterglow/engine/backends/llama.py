@@ -171,7 +171,10 @@ class LlamaBackend:
         for index, (_, _, sampler) in zip(indices, draws, strict=True):
             assert isinstance(sampler, SamplerChain)
             chains[index] = sampler
-        tokens = sample_rows(chains, logits, self.context.get_top_logits())
+        needed = max(
+            [chain.row_mode for chain in chains if chain is not None and chain.row_mode is not None], default=0
+        )
+        tokens = sample_rows(chains, logits, self.context.get_top_logits(needed))
         return [token for index in indices if (token := tokens[index]) is not None]
 
     def create_sampler(self, sampling: Sampling) -> Sampler:

@@ -60,6 +60,7 @@ int64_t ggml_nrows (const struct ggml_tensor * tensor);
 int64_t ggml_blck_size(enum ggml_type type);
 size_t ggml_type_size(enum ggml_type type);
 void ggml_set_output(struct ggml_tensor * tensor);
+struct ggml_tensor * ggml_argmax(struct ggml_context * ctx, struct ggml_tensor * a);
 struct ggml_tensor * ggml_reshape_3d(struct ggml_context * ctx, struct ggml_tensor * a, int64_t ne0, int64_t ne1, int64_t ne2);
 struct ggml_tensor * ggml_get_rows(struct ggml_context * ctx, struct ggml_tensor * a, struct ggml_tensor * b);
 struct ggml_tensor * ggml_top_k(struct ggml_context * ctx, struct ggml_tensor * a, int k);
