@@ -82,7 +82,9 @@ def test_a_decode_with_a_prompt_finds_none(open_context) -> None:
     context.batch.add(random_tokens(30), position=0, sequence=7, outputs=1)
     context.decode()
     assert len(context.get_all_logits()) == 6
-    assert context.get_top_logits(TOP_COUNT) is None
+    assert context.get_top_logits(1) is None
+    decode_rows(context, range(5), 2)
+    assert context.get_top_logits(1).tokens.shape == (5, 1)  # what the first token after the prompt needed
 
 
 def test_a_decode_of_several_ubatches_finds_none(open_context) -> None:

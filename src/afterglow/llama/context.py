@@ -210,10 +210,11 @@ class LlamaContext(Handle):
         Requires `enable_top_logits`, and a decode in which every row had an output. `count` logits per row are needed.
         If the device found fewer, it finds more in later decodes.
         """
-        if self._top_logits is None or len(self._output_indices) != self._row_count:
+        if self._top_logits is None:
             return None
         self._top_logits.count = 1 if count <= 1 else TOP_COUNT
-        return self._top_logits.read(self.get_all_logits())
+        is_complete = len(self._output_indices) == self._row_count
+        return self._top_logits.read(self.get_all_logits()) if is_complete else None
 
     def get_output_index(self, row: int) -> int:
         """Return the index of `row` of the last decode in `get_all_logits`."""
