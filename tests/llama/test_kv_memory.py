@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from afterglow.errors import InvalidArgument, UnsupportedOperation
+from afterglow.errors import Cancelled, InvalidArgument, UnsupportedOperation
 from afterglow.llama.kv_memory import KVMemory
 from support.contexts import KV_LAYOUTS, LOGIT_TOLERANCE, MEMORY_KINDS, decode_tokens, max_difference, random_tokens
+from support.llama_engines import EXACT, abort_decodes
 
 pytestmark = pytest.mark.native
 
@@ -495,3 +496,27 @@ def test_a_rollback_survives_a_decode_of_other_sequences(open_context, unified):
     decode_tokens(fresh, 0, random_tokens(20, seed=1) + random_tokens(4, seed=9)[:2])
     expected = decode_tokens(fresh, 0, random_tokens(5, seed=2), 22)
     assert max_difference(decode_tokens(context, 1, random_tokens(5, seed=2), 22), expected) < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("kv_unified", [False, True])
+@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
+def test_new_sequences_start_from_zero_after_an_aborted_decode(open_context, kind: str, kv_unified: bool) -> None:
+    """llama.cpp marks empty cells between those of a decode as zeroed, even if the decode is aborted before that."""
+    context, cold = (open_context(kind, sequences=4, kv_unified=kv_unified, **EXACT) for _ in range(2))
+    for sequence in range(3):
+        decode_tokens(context, sequence, random_tokens(12, seed=9 + sequence))
+    context.memory.remove(1)
+    context.batch.clear()
+    for sequence in (0, 2):
+        context.batch.add(random_tokens(3), position=12, sequence=sequence, outputs=1)
+    with abort_decodes(context, 0), pytest.raises(Cancelled):
+        context.decode()
+    for sequence in range(3):
+        context.memory.remove(sequence)
+    context.batch.clear()
+    for sequence in range(3):
+        context.batch.add(random_tokens(10, seed=sequence), position=0, sequence=sequence, outputs=1)
+    context.decode()
+    for sequence in range(3):
+        expected = decode_tokens(cold, sequence, random_tokens(10, seed=sequence))
+        assert max_difference(context.get_logits(9 + 10 * sequence), expected) < 5e-3

@@ -80,7 +80,8 @@ class LlamaContext(Handle):
         """Decode the rows of `batch`, by default this context's own, into memory.
 
         After `KVCacheFull` nothing was applied. After `Cancelled` (see `interrupt`) and `DecodeFailed`, rows of
-        completed ubatches may have been applied: read `memory.get_position_range` and truncate accordingly.
+        completed ubatches may have been applied: read `memory.get_position_range` and truncate accordingly. Remove all
+        sequences of recurrent and hybrid memory if several were in the batch.
         """
         batch = batch or self.batch
         outputs = self._check_batch(batch)
@@ -120,6 +121,8 @@ class LlamaContext(Handle):
         reason = self._library.log_bridge.take_error("no reason given")
         if code == 1:
             raise KVCacheFull(rows, self.cells_per_sequence)
+        if code != -1:
+            self.memory.record_failed_decode()
         if code == DECODE_ABORTED:
             raise Cancelled(f"a decode of {rows} rows was interrupted")
         if code == -1:

@@ -63,6 +63,9 @@ class KVMemory:
         # streams: on a GPU that takes a few milliseconds, on a CPU far longer than copying the state of a few cells.
         self.copies_on_device = False
         self.pending_copies: set[int] = set()  # sequences of copies that the next decode applies
+        # After a failed decode of several recurrent sequences, cells without a sequence may not be zeroed on their next
+        # use: llama.cpp marks those between the cells of the decode as zeroed before it zeroes them.
+        self._has_stale_cells = False
         self.is_unknown = False  # it behaves as no known kind: only whole states are trusted
         self.rejects_shift = False  # shifted positions were found to give wrong results
 
@@ -142,6 +145,10 @@ class KVMemory:
         if removed and after != before:
             self._decoded_rows[sequence] = 0  # a second rollback before the next decode would be wrong
             self._rolled_back[sequence] = after is not None
+        if self._has_stale_cells and all(
+            self.get_position_range(number) is None for number in range(self._context.sequences)
+        ):
+            self.clear(data=False)
         return removed
 
     def _can_remove(self, sequence: int, first: int, last: int) -> bool:
@@ -214,6 +221,7 @@ class KVMemory:
     def clear(self, *, data: bool = True) -> None:
         """Remove all sequences; with `data`, also overwrite the cells."""
         self._symbols.llama_memory_clear(self._get_pointer("clear"), data)
+        self._has_stale_cells = False
         self._decoded_rows[:] = 0
         self._rolled_back[:] = False
         self.pending_shift = False
@@ -256,6 +264,10 @@ class KVMemory:
         self._rolled_back[self._decoded_rows > 0] = False
         if not self.keeps_snapshots(Counter(sequences.tolist())):
             self._decoded_rows[:] = 0
+
+    def record_failed_decode(self) -> None:
+        """Record a decode that failed or was aborted after llama.cpp had assigned cells to its rows."""
+        self._has_stale_cells = self.kind in ("recurrent", "hybrid")
 
     def keeps_snapshots(self, rows: Mapping[int, int]) -> bool:
         """Return whether all snapshots are right after a decode of this many rows of each sequence, in this order.
