@@ -66,7 +66,8 @@ def test_a_run_that_is_killed_is_resumed_without_a_second_write_and_without_pref
     server: ServerProcess, tmp_path: Path, points: tuple[int, ...]
 ) -> None:
     (tmp_path / "whole").mkdir()
-    assert start_agent(server, tmp_path / "whole", "whole", 0) == 0
+    # The server may have the prompts of the other parameters in its cache: each has salts of its own.
+    assert start_agent(server, tmp_path / "whole", f"whole of {len(points)}", 0) == 0
     with RunStore(tmp_path / "whole" / "runs.db") as store:
         rows = store.read(store.list_runs()[0].id)
         whole = sum(row.body["spent"]["computed"] for row in rows if "spent" in row.body)
@@ -77,8 +78,9 @@ def test_a_run_that_is_killed_is_resumed_without_a_second_write_and_without_pref
             if row.kind == "message"
             for call in row.body["message"].get("tool_calls", ())
         ]
+    assert whole > 0
     for number, point in enumerate(points):
-        directory, salt = tmp_path / f"{number}", f"killed {number}"
+        directory, salt = tmp_path / f"{number}", f"killed {number} of {len(points)}"
         directory.mkdir()
         assert start_agent(server, directory, salt, point) == -9
         outcome, generated = resume_agent(server, directory, salt)
