@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import afterglow
-from afterglow.llama import sampler
+from afterglow.llama import candidates, sampler
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.sampler import SamplerChain
 from afterglow.llama.sampling import Sampling
@@ -106,11 +106,13 @@ def test_c15_rows_sampled_together_give_the_tokens_of_rows_sampled_alone(
         {"temperature": 0}, {"temperature": 0}, {}, {}, {"top_k": 100}, {"top_k": 0}, {"mirostat": 2},
         {"temperature": 0, "logit_bias": {7: 3.0}}, {"presence_penalty": 1.0}, {"temperature": 1.5, "top_p": 1.0},
     ]  # fmt: skip
-    monkeypatch.setattr(sampler, "count_threads", lambda: threads)
-    monkeypatch.setattr(sampler, "MIN_LOGITS_PER_THREAD", native.vocabulary.size)
+    monkeypatch.setattr(candidates, "count_threads", lambda: threads)
+    monkeypatch.setattr(candidates, "MIN_LOGITS_PER_THREAD", native.vocabulary.size)
     parts = []
-    run_parallel = sampler.run_parallel
-    monkeypatch.setattr(sampler, "run_parallel", lambda f, ranges: parts.append(len(ranges)) or run_parallel(f, ranges))
+    run_parallel = candidates.run_parallel
+    monkeypatch.setattr(
+        candidates, "run_parallel", lambda f, ranges: parts.append(len(ranges)) or run_parallel(f, ranges)
+    )
     with contextlib.ExitStack() as stack:
         alone, together = (
             [stack.enter_context(SamplerChain(native, Sampling(**{"seed": 5, **option}))) for option in options]
@@ -136,9 +138,9 @@ def test_c15_tokens_sampled_from_top_logits_are_those_sampled_from_all(
         {"top_p": 1.0, "min_p": 0.0},
     ]  # fmt: skip
     host_rows = []
-    reduce_part = sampler._reduce_part
+    reduce_part = candidates._reduce_part
     monkeypatch.setattr(
-        sampler, "_reduce_part", lambda modes, rows: host_rows.append(modes) or reduce_part(modes, rows)
+        candidates, "_reduce_part", lambda modes, rows: host_rows.append(modes) or reduce_part(modes, rows)
     )
     generator = np.random.default_rng(6)
     with contextlib.ExitStack() as stack:

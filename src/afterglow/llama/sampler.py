@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.errors import InvalidArgument, UnsupportedOption
+from afterglow.llama.candidates import CANDIDATE_DTYPE, RowMode, build_shortlists, reduce_rows
 from afterglow.llama.handle import Handle
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import LlamaModel
-from afterglow.llama.parallel import count_threads, run_parallel
 from afterglow.llama.sampling import Sampling
-from afterglow.llama.top_logits import MIN_SHORTLIST_CANDIDATES, TopLogits
-
-CANDIDATE_DTYPE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-SHORTLIST_COLUMN_DEPTH = 64  # logits per column in `build_shortlists`
-# Each of few threads gets the logits of several rows: more threads wait for the GIL longer than they compute.
-MIN_LOGITS_PER_THREAD = 1_200_000
-MAX_SAMPLING_THREADS = 4
-
-RowMode: TypeAlias = int | None  # of `sample_rows`
-Reduced: TypeAlias = int | NDArray[np.void] | None  # a token, candidates, or nothing
+from afterglow.llama.top_logits import TopLogits
 
 
 class SamplerChain(Handle):
@@ -141,13 +131,12 @@ def sample_rows(
 ) -> list[int | None]:
     """Sample and accept a token with each chain from its row of `logits`. Rows without a chain are skipped.
 
-    The tokens are those of `sample_and_accept`. The work that grows with the vocabulary was done by the device that
-    found the `top` logits, or runs on several threads, for many rows in one call of NumPy each.
+    The tokens are those of `sample_and_accept`. The work that grows with the vocabulary is done for many rows together
+    (`reduce_rows`), or was done by the device that found the `top` logits.
     """
     modes = [None if chain is None else chain.row_mode for chain in chains]
-    reduced = _reduce_rows(modes, logits) if top is None else _reduce_top_logits(modes, top, logits)
     tokens: list[int | None] = []
-    for chain, row, result in zip(chains, logits, reduced, strict=True):
+    for chain, row, result in zip(chains, logits, reduce_rows(modes, logits, top), strict=True):
         if chain is None or isinstance(result, int):
             tokens.append(result if isinstance(result, int) else None)
         elif result is None:
@@ -156,121 +145,6 @@ def sample_rows(
             tokens.append(token := chain._draw(result))
             chain.accept(token)
     return tokens
-
-
-def _reduce_top_logits(modes: Sequence[RowMode], top: TopLogits, logits: NDArray[np.float32]) -> list[Reduced]:
-    """Return what `_reduce_rows` returns, from the largest logits of each row.
-
-    If the device found only the largest logit of each row, it may be any of several equal ones.
-    """
-    width = top.values.shape[1]
-    if width == 1:
-        results: list[Reduced] = [
-            token if mode == 0 else None for mode, token in zip(modes, top.tokens[:, 0].tolist(), strict=True)
-        ]
-    else:
-        results = _find_candidates(modes, top)
-    missing = [row for row, result in enumerate(results) if result is None and modes[row] is not None]
-    if len(missing) == len(modes):
-        return _reduce_rows(modes, logits)
-    for row in missing:
-        results[row] = _reduce_part(modes[row : row + 1], logits[row : row + 1])[0]
-    return results
-
-
-def _find_candidates(modes: Sequence[RowMode], top: TopLogits) -> list[Reduced]:
-    """Return what `_reduce_rows` returns, or None for a row whose largest logits are not all in `top`."""
-    order = top.tokens.argsort(axis=1)
-    tokens, values = np.take_along_axis(top.tokens, order, 1), np.take_along_axis(top.values, order, 1)
-    ascending, width = np.sort(values, axis=1), values.shape[1]
-    results: list[Reduced] = [None] * len(modes)
-    for mode in {mode for mode in modes if mode is not None and mode < width}:
-        rows = np.array([row for row, other in enumerate(modes) if other == mode])
-        limits = ascending[rows, width - max(mode, 1)]
-        is_complete = limits > ascending[rows, 0]  # other tokens may have the lowest value, too
-        if mode == 0:
-            found: Sequence[Reduced] = tokens[rows, values[rows].argmax(axis=1)].tolist()
-        else:
-            found = _divide_candidates(tokens[rows], values[rows], values[rows] >= limits[:, None])
-        for row, reduced, complete in zip(rows.tolist(), found, is_complete.tolist(), strict=True):
-            results[row] = reduced if complete else None
-    return results
-
-
-def _divide_candidates(
-    tokens: NDArray[np.int32], values: NDArray[np.float32], mask: NDArray[np.bool_]
-) -> list[NDArray[np.void]]:
-    """Return the candidates of each row that `mask` selects."""
-    candidates = np.zeros(np.count_nonzero(mask), dtype=CANDIDATE_DTYPE)
-    candidates["id"], candidates["logit"] = tokens[mask], values[mask]
-    bounds = [0, *mask.sum(axis=1).cumsum().tolist()]
-    return [candidates[start:stop] for start, stop in itertools.pairwise(bounds)]
-
-
-def _reduce_rows(modes: Sequence[RowMode], logits: NDArray[np.float32]) -> list[Reduced]:
-    """Return for each row its argmax (mode 0), a shortlist of `mode` candidates or more, or None (mode None)."""
-    parts = max(1, min(MAX_SAMPLING_THREADS, count_threads(), logits.size // MIN_LOGITS_PER_THREAD))
-    if parts == 1:
-        return _reduce_part(modes, logits)
-    bounds = [len(modes) * part // parts for part in range(parts + 1)]
-    ranges = [(modes[start:stop], logits[start:stop]) for start, stop in itertools.pairwise(bounds)]
-    return list(itertools.chain.from_iterable(run_parallel(_reduce_part, ranges)))
-
-
-def _reduce_part(modes: Sequence[RowMode], logits: NDArray[np.float32]) -> list[Reduced]:
-    """Do what `_reduce_rows` does on one thread."""
-    results: list[Reduced] = [None] * len(modes)
-    start = 0
-    for stop in range(1, len(modes) + 1):
-        if stop < len(modes) and modes[stop] == modes[start]:
-            continue
-        mode = modes[start]
-        if mode == 0:
-            results[start:stop] = logits[start:stop].argmax(axis=1).tolist()
-        elif mode is not None:
-            results[start:stop] = build_shortlists(logits[start:stop], mode)
-        start = stop
-    return results
-
-
-def build_shortlists(logits: NDArray[np.float32], count: int) -> list[NDArray[np.void] | None]:
-    """Return for each row the candidates whose logits are at least its `count`-th largest, ordered by index.
-
-    None for a row if a shortlist would not save time. A row is divided into columns of 64. At least `count` logits are
-    as large as the column maximum of rank `count`, so the logits that are as large include the `count` largest.
-    For 128,000 logits this takes a fifth of the time of the native chain.
-
-    >>> build_shortlists(np.arange(12_800, dtype=np.float32)[None], 2)[0]["id"]
-    array([12798, 12799], dtype=int32)
-    """
-    rows, size = logits.shape
-    depth, width = SHORTLIST_COLUMN_DEPTH, size // SHORTLIST_COLUMN_DEPTH
-    if size < MIN_SHORTLIST_CANDIDATES or count > width:
-        return [None] * rows
-    columns = logits[:, : depth * width].reshape(rows, depth, width)
-    maxima = columns.max(axis=1)
-    thresholds = np.partition(maxima, width - count, axis=1)[:, width - count, None]
-    # Only columns whose maximum reaches the threshold have such logits, and the rest of the row may.
-    row_of_column, column = np.nonzero(maxima >= thresholds)
-    found, level = np.nonzero(columns[row_of_column, :, column] >= thresholds[row_of_column])
-    rest_row, rest_index = np.nonzero(logits[:, depth * width :] >= thresholds)
-    row = np.concatenate([row_of_column[found], rest_row])
-    tokens = np.concatenate([level * width + column[found], depth * width + rest_index])
-    order = np.lexsort((tokens, row))
-    row, tokens = row[order], tokens[order]
-    values = logits[row, tokens]
-    bounds = np.searchsorted(row, np.arange(rows + 1)).tolist()
-    shortlists: list[NDArray[np.void] | None] = []
-    for start, stop in itertools.pairwise(bounds):
-        if stop - start < count:  # some logits are NaN
-            shortlists.append(None)
-            continue
-        of_row = values[start:stop]
-        is_candidate = of_row >= np.partition(of_row, stop - start - count)[stop - start - count]
-        candidates = np.zeros(np.count_nonzero(is_candidate), dtype=CANDIDATE_DTYPE)
-        candidates["id"], candidates["logit"] = tokens[start:stop][is_candidate], of_row[is_candidate]
-        shortlists.append(candidates)
-    return shortlists
 
 
 def _build_chain(model: LlamaModel, sampling: Sampling, seed: int) -> Any:

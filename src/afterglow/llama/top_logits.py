@@ -42,9 +42,12 @@ class TopLogitsReducer(Handle):
     Set `count` to the logits per row that are needed: 1 or `TOP_COUNT`. It applies to the next graph that llama.cpp
     builds, which it reuses until the number of rows changes, for at most 256 decodes.
 
-    >>> reducer = TopLogitsReducer(context.pointer, parent=context)
-    >>> reducer.read(context.get_all_logits()) is None  # there was no decode
-    True
+    >>> context.enable_top_logits()  # creates a reducer
+    >>> for sequence in range(4):
+    ...     context.batch.add_row(5, position=0, sequence=sequence, output=True)
+    >>> context.decode()
+    >>> context.get_top_logits(TOP_COUNT).tokens.shape
+    (4, 64)
     """
 
     def __init__(self, context: Any, parent: Handle | None = None) -> None:
