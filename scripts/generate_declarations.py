@@ -28,7 +28,7 @@ GGML_DECLARATION = re.compile(
     r"|cpu_buffer_type)\("
     r"|.*\bggml_(backend_reg_name|backend_reg_get_proc_address|backend_dev_backend_reg)\("
     r"|.*\bggml_(top_k|argmax|get_rows|reshape_3d|nelements|nrows|set_output|build_forward_expand) *\("
-    r"|.*\bggml_(graph_get_tensor|backend_tensor_get) *\("
+    r"|.*\bggml_(graph_get_tensor|backend_tensor_get|backend_buft_get_device|backend_dev_supports_op) *\("
     r"|.*\bggml_(blck_size|type_size|version|commit)\()"
 )
 EXCLUDED = re.compile(r"deprecated|llama_opt_|FILE \*|numa|threadpool|init_from_user|set_tensor_data")

@@ -58,9 +58,10 @@ class TopLogitsReducer(Handle):
         self._tensors: tuple[Any, Any] | None = None  # tokens and values in the last graph that was built
         self._shape = (0, 0)  # of these tensors: rows, and logits per row
         self._is_added = False  # to the graph that is being built
+        self._device: Any = ffi.NULL  # that computes the logits; NULL is the CPU
         self._interface = ffi.new("struct llama_sampler_i *")  # with the callbacks, which must outlive the sampler
         self._callbacks = (
-            ffi.callback(ffi.typeof(self._interface.backend_init), lambda *_: True),
+            ffi.callback(ffi.typeof(self._interface.backend_init), self._set_device),
             ffi.callback(ffi.typeof(self._interface.backend_reset), self._start_graph),
             ffi.callback(ffi.typeof(self._interface.backend_apply), self._add_operations),
         )
@@ -74,6 +75,10 @@ class TopLogitsReducer(Handle):
             symbols.llama_sampler_free(pointer)
 
         super().__init__("top logits", chain, free, parent=parent)
+
+    def _set_device(self, _: Any, buffer_type: Any, __: int) -> bool:
+        self._device = self._library.symbols.ggml_backend_buft_get_device(buffer_type)
+        return True
 
     def _start_graph(self, _: Any) -> None:
         """llama.cpp starts to build a graph."""
@@ -94,9 +99,12 @@ class TopLogitsReducer(Handle):
         if rows < MIN_ROWS or size < MIN_SHORTLIST_CANDIDATES:
             return
         if self.count == 1:
-            tokens = symbols.ggml_reshape_3d(memory, symbols.ggml_argmax(memory, logits), 1, rows, 1)
+            found = symbols.ggml_argmax(memory, logits)
         else:
-            tokens = symbols.ggml_top_k(memory, logits, self.count)
+            found = symbols.ggml_top_k(memory, logits, self.count)
+        if self._device and not symbols.ggml_backend_dev_supports_op(self._device, found):
+            return  # llama.cpp would compute it on the CPU
+        tokens = found if self.count > 1 else symbols.ggml_reshape_3d(memory, found, 1, rows, 1)
         values = symbols.ggml_get_rows(memory, symbols.ggml_reshape_3d(memory, logits, 1, size, rows), tokens)
         for tensor in (tokens, values):
             symbols.ggml_set_output(tensor)  # its memory is not reused

@@ -70,6 +70,7 @@ typedef void (*ggml_log_callback)(enum ggml_log_level level, const char * text, 
 typedef struct ggml_backend_buffer_type * ggml_backend_buffer_type_t;
 typedef struct ggml_backend_reg * ggml_backend_reg_t;
 typedef struct ggml_backend_device * ggml_backend_dev_t;
+ggml_backend_dev_t ggml_backend_buft_get_device (ggml_backend_buffer_type_t buft);
 void ggml_backend_tensor_get (const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
 enum ggml_backend_dev_type {
     GGML_BACKEND_DEVICE_TYPE_CPU,
@@ -83,6 +84,7 @@ const char * ggml_backend_dev_description(ggml_backend_dev_t device);
 void ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
 enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
 ggml_backend_reg_t ggml_backend_dev_backend_reg(ggml_backend_dev_t device);
+_Bool ggml_backend_dev_supports_op(ggml_backend_dev_t device, const struct ggml_tensor * op);
 const char * ggml_backend_reg_name(ggml_backend_reg_t reg);
 void * ggml_backend_reg_get_proc_address(ggml_backend_reg_t reg, const char * name);
 size_t ggml_backend_dev_count(void);
