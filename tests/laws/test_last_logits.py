@@ -17,7 +17,7 @@ from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
 from support.llama_engines import build_spec
-from support.play import KINDS, LAYOUTS, Answer, ask, fake, prompt, reference, request
+from support.play import KINDS, LAYOUTS, Answer, ask, collect, fake, prompt, reference, request
 from support.truth import check_all, check_last_logits, run_checked
 
 everywhere = pytest.mark.parametrize("kv_unified", LAYOUTS)
@@ -43,6 +43,32 @@ def check_repeat(engine: Engine, entries: list[int], first: Answer, **options) -
     assert engine.counters.skipped_prefills == skipped + 1
     assert (answer.tokens, answer.logprobs) == (first.tokens, first.logprobs)
     assert answer.end.usage.prefill_seconds < 60
+
+
+@everywhere
+@every_kind
+def test_a_request_that_lost_its_sequence_continues_from_stored_logits(kind, kv_unified):
+    engine = fake(kind, SETTINGS, kv_unified=kv_unified)
+    options = {"max_tokens": 8, "ignore_eos": True}
+    answers: dict[str, Answer] = {}
+    engine.submit(request("first", PROMPT, **options))
+    while not answers.get("first", Answer()).tokens:
+        collect(answers, engine)
+    (running,) = engine.running_jobs
+    running.sequence.clear()
+    engine._requeue(running)
+    waiting = engine._waiting.popleft()  # it resumes when another prompt has computed all that it needs
+    known = [*PROMPT, *answers["first"].tokens]
+    engine.submit(request("second", known, **options))
+    while answers.get("second", Answer()).end is None:
+        collect(answers, engine)
+    engine._waiting.append(waiting)
+    skipped = engine.counters.skipped_prefills
+    for _ in range(20):
+        collect(answers, engine)
+        check_all(engine)
+    assert answers["first"].tokens == reference(lambda: fake(kind), PROMPT, **options)
+    assert engine.counters.skipped_prefills == skipped + 1
 
 
 @everywhere

@@ -276,11 +276,9 @@ class Engine:
         if searches and self.prefix_cache.search(job.prompt, job.namespace, waits=not self._running):
             return True
         # In deterministic mode, generated tokens are computed one by one again: a prompt has computed them in chunks.
+        entries = job.known_entries if job.generated and not self.settings.deterministic else job.prompt
         plan = self.prefix_cache.plan(
-            job.known_entries if job.generated and not self.settings.deterministic else job.prompt,
-            use_prefix_cache=request.use_prefix_cache,
-            slot=request.sequence,
-            namespace=job.namespace,
+            entries, use_prefix_cache=request.use_prefix_cache, slot=request.sequence, namespace=job.namespace
         )
         if plan is None:
             return False
@@ -289,10 +287,8 @@ class Engine:
         ):
             return True
         last_logits = None
-        if not job.generated and plan.reuse_length == len(
-            job.prompt
-        ):  # before the plan is applied: that may evict them
-            last_logits = self.prefix_cache.load_last_logits(job.prompt, job.namespace)
+        if plan.reuse_length == job.known_length:  # before the plan is applied: that may evict them
+            last_logits = self.prefix_cache.load_last_logits(entries, job.namespace)
             if last_logits is None:  # damaged, and removed: plan again
                 return self._start_job(waiting, may_wait=may_wait, is_retry=is_retry)
         planned = None  # before the plan is applied: that may drop the entries which differ
@@ -314,7 +310,7 @@ class Engine:
             frozenset(prefix.length for prefix in request.retained),
         )
         self._mark_running(waiting, sequence)
-        if reused == len(job.prompt):
+        if reused == job.known_length:
             self._running[-1].last_logits = last_logits
         return True
 
@@ -502,7 +498,7 @@ class Engine:
                 return
 
     def _sample_last_logits(self) -> None:
-        """Sample the first tokens of the jobs whose whole prompt was a prefix hit, from stored logits."""
+        """Sample the next tokens of the jobs whose known entries were all a prefix hit, from stored logits."""
         for running in [running for running in self._running if running.last_logits is not None]:
             self.counters.skipped_prefills += 1
             self._sample(running, running.pop_last_logits)

@@ -138,7 +138,7 @@ class RunningJob:
     ready_since: int = 0  # number of the decode after which its next entries could be computed
     entries_to_recompute: int = 0  # known entries that were dropped together with rejected draft tokens
     forced_entries: int = 0  # tokens that the grammar forced before the newest one, not computed yet
-    # After the prompt, if all of it was a prefix hit: the first token is sampled from them without a decode.
+    # After the known entries, if all were a prefix hit: the next token is sampled from them without a decode.
     last_logits: NDArray[np.float32] | None = None
 
     @property
@@ -181,7 +181,7 @@ class RunningJob:
         return cells >= self.max_cells and cells - (len(self.sequence) - self.job.known_length + 1) >= self.max_cells
 
     def pop_last_logits(self, index: int) -> NDArray[np.float32]:
-        """Return the stored logits after the prompt, once. There are none after draft tokens (`index` above 0)."""
+        """Return the stored logits after the known entries, once. Draft tokens (`index` above 0) have none."""
         assert self.last_logits is not None
         assert index == 0
         logits, self.last_logits = self.last_logits, None
