@@ -43,11 +43,8 @@ class TopLogitsReducer(Handle):
     builds, which it reuses until the number of rows changes, for at most 256 decodes.
 
     >>> context.enable_top_logits()  # creates a reducer
-    >>> for sequence in range(4):
-    ...     context.batch.add_row(5, position=0, sequence=sequence, output=True)
-    >>> context.decode()
-    >>> context.get_top_logits(TOP_COUNT).tokens.shape
-    (4, 64)
+    >>> context.get_top_logits(TOP_COUNT) is None  # until a decode of `MIN_ROWS` rows or more
+    True
     """
 
     def __init__(self, context: Any, parent: Handle | None = None) -> None:

@@ -321,6 +321,7 @@ def check_after_kill(folder: Path, kind: str) -> int:
     """
     engine = fake(kind, killed.settings(folder), sequences=2)
     writer = get_writer(engine)
+    assert writer.flush(120)  # a start waits a few seconds for the list of files, which a busy machine can exceed
     names = {path.name for path in folder.rglob("*") if path.is_file() and not path.name.startswith("index")}
     with disk_index.open_index(folder) as index:
         assert sorted(row.name for row in index.list_rows()) == sorted(names)
