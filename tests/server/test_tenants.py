@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from afterglow.testing import models
-from support.server_process import ServerProcess
+from support.server_process import ServerProcess, wait_until
 
 pytestmark = pytest.mark.native
 
@@ -104,6 +105,15 @@ def test_a_response_is_visible_to_its_own_key_only(tenant_server: ServerProcess)
 
 
 def test_no_key_is_written_to_disk(tenant_server: ServerProcess, cache_directory: Path) -> None:
-    files = [path for path in cache_directory.rglob("*") if path.is_file()]
-    assert any(path.suffix == ".cells" for path in files)
-    assert all(FIRST_KEY.encode() not in path.read_bytes() for path in files)
+    contents: dict[Path, bytes] = {}
+
+    def read_files() -> bool:
+        """Return False if the engine renamed or removed a file meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            contents.update((path, path.read_bytes()) for path in cache_directory.rglob("*") if path.is_file())
+            return True
+        return False
+
+    assert wait_until(30, read_files)
+    assert any(path.suffix == ".cells" for path in contents)
+    assert not [path for path, content in contents.items() if FIRST_KEY.encode() in content]
