@@ -253,7 +253,9 @@ def test_forgotten_prompts_leave_no_logits(kind):
 @every_kind
 def test_in_deterministic_mode_repeats_are_equal_to_the_last_bit(kind, length):
     def make() -> Engine:
-        return fake(kind, replace(SETTINGS, deterministic=True, grid=32), batch_cells=64, simulate_rounding=True)
+        return fake(
+            kind, replace(SETTINGS, deterministic=True, grid=32, block_size=32), batch_cells=64, simulate_rounding=True
+        )
 
     engine = make()
     first = ask(engine, PROMPT[:length], logprobs=5)

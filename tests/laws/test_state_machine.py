@@ -221,7 +221,7 @@ class EngineMachine(RuleBasedStateMachine):
                 speculation="off" if self.deterministic else speculation,
                 drafters=("oracle",),
                 ram_cache_bytes=ram_cache_bytes,
-                block_size=block_size,
+                block_size=2 * DETERMINISTIC.grid if self.deterministic and block_size == 5 else block_size,
             ),
             [Oracle(IsolatedAnswers(self), wrong)],
             sequences=sequences,

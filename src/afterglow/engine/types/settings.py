@@ -76,7 +76,8 @@ class EngineSettings:
     encoder_cache_bytes: int = 256 * 1024**2
     """RAM for the embeddings of images and audio, so that repeated media are not encoded again."""
     block_size: int = 64
-    """Entries per block of the RAM and disk tiers."""
+    """Entries per block of the RAM and disk tiers. In deterministic mode, a multiple of `grid`: a block then has
+    complete chunks, whose sizes its entries determine."""
     pin_system_prompts: bool = False
     """Never evict the system prompts of requests, up to half of the budget of each tier."""
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -91,6 +92,9 @@ class EngineSettings:
         check_integer("grid", self.grid, 1, 65_536)
         check_integer("swap_bytes", self.swap_bytes, 0, 2**62)
         check_integer("block_size", self.block_size, 1, 65_536)
+        if self.deterministic and self.block_size % self.grid:
+            reason = f"must be a multiple of the grid of {self.grid} in deterministic mode, not {self.block_size}"
+            raise InvalidArgument("block_size", reason)
         check_integer("disk_cache_bytes", self.disk_cache_bytes, 0, 2**62)
         check_integer("encoder_cache_bytes", self.encoder_cache_bytes, 0, 2**62)
         if self.disk_cache_directory is not None and not isinstance(self.disk_cache_directory, Path):
