@@ -164,13 +164,12 @@ export class CacheView extends HTMLElement {
     const facts = h("dl", {}, listFacts(node).map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)]));
     const text = h("p", { class: "prefix-text" }, cleanPrefix(node.text) || "no text");
     const key = node.id === this.#selected?.id ? `${this.#session.model} ${node.id} ${node.pinned}` : null;
-    if (key && this.#actions?.dataset.key === key) { // a button that is removed while it is pressed is not clicked
-      while (this.#card.firstChild !== this.#actions) this.#card.firstChild.remove();
-      this.#actions.before(text, facts);
+    if (key && this.#actions?.dataset.key === key) { // a button that is removed or moves while it is pressed is not clicked
+      this.#actions.nextSibling.replaceWith(facts);
       return;
     }
     this.#actions = key && this.#buildActions(node, key);
-    replace(this.#card, text, facts, this.#actions);
+    replace(this.#card, text, this.#actions, facts);
   }
 
   #buildActions(node, key) {
