@@ -34,7 +34,10 @@ PUBLIC |= {name: getattr(agents, name) for name in agents.__all__ if name != "Ag
 
 @pytest.mark.model
 @pytest.mark.parametrize("name", PUBLIC)
-def test_the_docstring_examples_of_a_public_name_are_true(name: str, smollm2: Path) -> None:
+def test_the_docstring_examples_of_a_public_name_are_true(
+    name: str, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # examples may write files
     value = PUBLIC[name]
     assert ">>>" in (value.__doc__ or ""), f"{name} has no example"
     tests = [test for test in doctest.DocTestFinder(recurse=True).find(value, name) if test.examples]
