@@ -1,6 +1,6 @@
 """Answers in any of 64 sequences against the same number in adjacent ones, and agents that fork one prompt.
 
-    python benchmarks/placement.py [--model 60m:q4_0] [--sequences 64] [--counts 8 16 32]
+    python benchmarks/placement.py [--model 60m:q4_0] [--sequences 64] [--counts 8 16 32] [--answer-tokens 48]
 
 llama.cpp computes each run of neighbouring sequences separately. Conversations continue where their KV cache is, so
 the busy sequences have holes between them; the engine makes them adjacent first. `apart` is the same without that.
@@ -31,7 +31,7 @@ from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
 
-HISTORY_TOKENS, ANSWER_TOKENS, ROUNDS = 120, 48, 3
+HISTORY_TOKENS, ROUNDS = 120, 3
 MIN_RATIO = 0.95
 AGENTS = 8
 
@@ -57,8 +57,8 @@ def make_request(name: str, entries: list[int], sequence: int | None, length: in
     )  # fmt: skip
 
 
-def measure_counts(engine: Engine, counts: list[int], vocabulary_size: int) -> list[dict[str, object]]:
-    """Return a row for each count of busy sequences."""
+def measure_counts(engine: Engine, counts: list[int], length: int, vocabulary_size: int) -> list[dict[str, object]]:
+    """Return a row for each count of busy sequences. Answers have `length` tokens."""
     sequences = engine.backend.capabilities.sequences
     rng = np.random.default_rng(1)
     histories = [rng.integers(1, vocabulary_size, HISTORY_TOKENS).tolist() for _ in range(sequences)]
@@ -73,8 +73,7 @@ def measure_counts(engine: Engine, counts: list[int], vocabulary_size: int) -> l
             for name, chosen in (("packed", by_place[:count]), ("apart", spread), ("spread", spread)):
                 engine.prefix_cache.pack = pack if name != "apart" else lambda busy: 0  # type: ignore[method-assign]
                 requests = [
-                    make_request(f"{name}{count}-{round_number}-{n}", [*histories[n], 2, 3], n, ANSWER_TOKENS)
-                    for n in chosen
+                    make_request(f"{name}{count}-{round_number}-{n}", [*histories[n], 2, 3], n, length) for n in chosen
                 ]
                 speeds[name].append(run(engine, requests)[0])
         medians = {name: statistics.median(values) for name, values in speeds.items()}
@@ -107,6 +106,7 @@ def main() -> int:
     parser.add_argument("--model", default="60m:q4_0", help="size:quantization[:vocabulary], or a GGUF file")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--counts", type=int, nargs="*", default=[8, 16, 32])
+    parser.add_argument("--answer-tokens", type=int, default=48, help="over which the moves must pay")
     parser.add_argument("--system-tokens", type=int, default=400)
     arguments = parser.parse_args()
     file = Path(arguments.model)
@@ -114,7 +114,7 @@ def main() -> int:
         size, quantization, *vocabulary = arguments.model.split(":")
         file = get_attention_path(size, quantization, *map(int, vocabulary))
     has_gpu = any("gpu" in device.kind for device in list_devices())
-    length = max(HISTORY_TOKENS + ANSWER_TOKENS + 8, arguments.system_tokens + 64)
+    length = max(HISTORY_TOKENS + arguments.answer_tokens + 8, arguments.system_tokens + 64)
     settings = ContextSettings(
         cells=arguments.sequences * length, sequences=arguments.sequences, batch=2048, ubatch=512, outputs=128
     )
@@ -124,7 +124,7 @@ def main() -> int:
     ):
         engine = Engine(LlamaBackend(context), EngineSettings(speculation="off", ram_cache_bytes=0))
         size_of_vocabulary = model.vocabulary.size
-        rows = measure_counts(engine, arguments.counts, size_of_vocabulary)
+        rows = measure_counts(engine, arguments.counts, arguments.answer_tokens, size_of_vocabulary)
         agents = measure_agents(engine, arguments.system_tokens, size_of_vocabulary)
         engine.close()
     print(f"{'busy':>5} {'packed':>9} {'spread':>9} {'apart':>9} tok/s   spread, apart of packed")
