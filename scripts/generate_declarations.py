@@ -27,7 +27,7 @@ GGML_DECLARATION = re.compile(
     r"|.*\bggml_backend_(dev_count|dev_get|dev_name|dev_description|dev_memory|dev_type|load_all_from_path|load_all"
     r"|cpu_buffer_type)\("
     r"|.*\bggml_(backend_reg_name|backend_reg_get_proc_address|backend_dev_backend_reg)\("
-    r"|.*\bggml_(top_k|argmax|get_rows|reshape_3d|nelements|nrows|set_output|build_forward_expand) *\("
+    r"|.*\bggml_(top_k|argmax|get_rows|cast|concat|reshape_3d|nelements|nrows|set_output|build_forward_expand) *\("
     r"|.*\bggml_(graph_get_tensor|backend_tensor_get|backend_buft_get_device|backend_dev_supports_op) *\("
     r"|.*\bggml_(blck_size|type_size|version|commit)\()"
 )

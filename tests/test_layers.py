@@ -33,6 +33,7 @@ ORDERS = {
         vocabulary
         model
         batch kv_memory kv_layout lora projector top_logits
+        device_logits
         candidates
         sampler
         state

@@ -102,8 +102,9 @@ def test_rows_in_another_order_are_noticed(open_context) -> None:
     context = open_context("attention", sequences=6)
     context.enable_top_logits()
     decode_rows(context, range(6), 0)
-    assert context.get_top_logits(TOP_COUNT) is not None
-    assert context._top_logits.read(context.get_all_logits()[::-1]) is None
+    top, logits = context.get_top_logits(TOP_COUNT), context.get_all_logits()
+    assert context._top_logits.verify(top, logits)
+    assert not context._top_logits.verify(top, logits[::-1])
 
 
 def test_the_operations_are_added_once_to_a_graph(open_context, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,18 @@ class Batch:
         self.outputs[start:stop] = outputs
         self.count = stop
 
+    def copy_rows(self, other: Batch, rows: NDArray[np.intp]) -> None:
+        """Append `rows` of another batch."""
+        start, stop = self._reserve_rows(len(rows))
+        for target, source in (
+            (self.tokens, other.tokens),
+            (self.positions, other.positions),
+            (self.sequences, other.sequences),
+        ):
+            target[start:stop] = source[rows]
+        self.outputs[start:stop] = other.outputs[rows]
+        self.count = stop
+
     def _reserve_rows(self, rows: int) -> tuple[int, int]:
         """Return the start and the end of `rows` more rows; raise `InvalidArgument` if they do not fit."""
         stop = self.count + rows

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.llama.device_logits import LogitsRows
 from afterglow.llama.parallel import count_threads, run_parallel
 from afterglow.llama.top_logits import MIN_SHORTLIST_CANDIDATES, TopLogits
 
@@ -22,7 +23,7 @@ RowMode: TypeAlias = int | None  # what a sampler needs of a row: 0 the argmax, 
 Reduced: TypeAlias = int | NDArray[np.void] | None  # a token, candidates, or nothing
 
 
-def reduce_rows(modes: Sequence[RowMode], logits: NDArray[np.float32], top: TopLogits | None = None) -> list[Reduced]:
+def reduce_rows(modes: Sequence[RowMode], logits: LogitsRows, top: TopLogits | None = None) -> list[Reduced]:
     """Return for each row its argmax (mode 0), a shortlist of the `mode` largest logits, or None if it needs all.
 
     Also None if a shortlist would not save time. `top` are the largest logits, if a device has found them.
@@ -30,10 +31,10 @@ def reduce_rows(modes: Sequence[RowMode], logits: NDArray[np.float32], top: TopL
     >>> reduce_rows([0, None], np.array([[1, 3, 2], [1, 3, 2]], dtype=np.float32))
     [1, None]
     """
-    return _reduce_all(modes, logits) if top is None else _reduce_top_logits(modes, top, logits)
+    return _reduce_all(modes, np.asarray(logits)) if top is None else _reduce_top_logits(modes, top, logits)
 
 
-def _reduce_top_logits(modes: Sequence[RowMode], top: TopLogits, logits: NDArray[np.float32]) -> list[Reduced]:
+def _reduce_top_logits(modes: Sequence[RowMode], top: TopLogits, logits: LogitsRows) -> list[Reduced]:
     """Do what `reduce_rows` does from the largest logits of each row.
 
     If the device found only the largest logit of each row, it may be any of several equal ones.
@@ -47,9 +48,9 @@ def _reduce_top_logits(modes: Sequence[RowMode], top: TopLogits, logits: NDArray
         results = _find_candidates(modes, top)
     missing = [row for row, result in enumerate(results) if result is None and modes[row] is not None]
     if len(missing) == len(modes):
-        return _reduce_all(modes, logits)
+        return _reduce_all(modes, np.asarray(logits))
     for row in missing:
-        results[row] = _reduce_part(modes[row : row + 1], logits[row : row + 1])[0]
+        results[row] = _reduce_part(modes[row : row + 1], logits[row][None])[0]
     return results
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, InvalidModel, KVCacheFull, UnsupportedOperation
 from afterglow.llama.batch import Batch, EmbeddingBatch
 from afterglow.llama.checks import check_float
+from afterglow.llama.device_logits import DeviceLogits, LogitsRows, divide_rows
 from afterglow.llama.handle import Handle
 from afterglow.llama.kv_memory import KVMemory
 from afterglow.llama.library.loader import get_library
@@ -66,8 +67,10 @@ class LlamaContext(Handle):
         self.decode_count = 0
         self._row_count = 0  # of the last decode
         self._output_indices: dict[int, int] = {}  # row of the last decode -> index of its output
-        self._logits: NDArray[np.float32] | None = None  # of the last decode; read on first use
+        self._logits: LogitsRows | None = None  # of the last decode; read on first use
         self._top_logits: TopLogitsReducer | None = None
+        self._stores_hidden_states = False
+        self._part: Batch | None = None  # of a batch that is decoded in parts; allocated on first use
         self._abort_flag = _install_abort_callback(pointer)
         self._companions: dict[str, LlamaContext] = {}  # contexts beside this one, by purpose
 
@@ -85,10 +88,45 @@ class LlamaContext(Handle):
         """
         batch = batch or self.batch
         outputs = self._check_batch(batch)
-        batch.native.n_tokens = batch.count
-        self._compute(batch.native, batch.count)
+        logits = None
+        if self._top_logits is not None and self._top_logits.is_holding:
+            logits = self._decode_divided(batch, self._top_logits)
+        else:
+            self._compute_batch(batch)
         self.memory.record_decode(batch.sequences[: batch.count])
         self._row_count, self._output_indices = batch.count, dict(zip(outputs, range(len(outputs)), strict=True))
+        self._logits = logits
+
+    def _decode_divided(self, batch: Batch, reducer: TopLogitsReducer) -> LogitsRows | None:
+        """Decode a batch in parts whose outputs are in one ubatch each, and return the logits.
+
+        Those of a single part stay on the device. None if the batch cannot be divided: llama.cpp copies all logits from
+        this decode on.
+        """
+        parts = divide_rows(batch.sequences[: batch.count], batch.outputs[: batch.count], self.ubatch)
+        if parts is None or len(parts) == 1:
+            if parts is None:
+                reducer.release()
+            self._compute_batch(batch)
+            return None if parts is None else DeviceLogits(reducer, int(np.count_nonzero(batch.outputs[: batch.count])))
+        self._part = self._part or Batch(self.batch.capacity)
+        logits: list[LogitsRows] = []
+        for number, rows in enumerate(parts):
+            if logits:
+                logits[-1] = np.asarray(logits[-1])  # this part overwrites them
+            self._part.clear()
+            self._part.copy_rows(batch, rows)
+            try:
+                self._compute_batch(self._part)
+            except KVCacheFull as error:
+                raise DecodeFailed(1, str(error)) if number else error from None  # rows of other parts were applied
+            if batch.outputs[rows[0]]:
+                logits.append(DeviceLogits(reducer, len(rows)))
+        return logits[0] if len(logits) == 1 else np.concatenate(logits)
+
+    def _compute_batch(self, batch: Batch) -> None:
+        batch.native.n_tokens = batch.count
+        self._compute(batch.native, batch.count)
 
     def decode_embeddings(self, batch: EmbeddingBatch, *, causal: bool = True) -> None:
         """Decode embedding rows. If not `causal`, the rows attend to one another and must fit into one ubatch.
@@ -106,6 +144,8 @@ class LlamaContext(Handle):
                 symbols.llama_set_causal_attn(self.pointer, self.model.info.is_causal)
         self.memory.record_embedding_decode(batch.sequence)
         self._row_count, self._output_indices = batch.count, {batch.count - 1: 0} if batch.output else {}
+        if self._top_logits is not None and self.is_holding_logits:
+            self._logits = DeviceLogits(self._top_logits, int(batch.output))
 
     def _compute(self, native: Any, rows: int) -> None:
         """Call `llama_decode`. The outputs of the previous decode become invalid, even if this one fails."""
@@ -190,17 +230,20 @@ class LlamaContext(Handle):
 
     def get_logits(self, row: int) -> NDArray[np.float32]:
         """Return the logits after `row` of the last decode, as a view that the next decode overwrites."""
-        view: NDArray[np.float32] = self.get_all_logits()[self.get_output_index(row)]
-        return view
+        return self.get_all_logits()[self.get_output_index(row)]
 
-    def get_all_logits(self) -> NDArray[np.float32]:
-        """Return the logits after all rows with outputs, in the order of the rows, as a view like `get_logits`."""
+    def get_all_logits(self) -> LogitsRows:
+        """Return the logits after all rows with outputs, in the order of the rows, as a view like `get_logits`.
+
+        `DeviceLogits` if they are on the device (`hold_logits`).
+        """
         if self._logits is None:  # read at once, to save native calls
             pointer = self._library.symbols.llama_get_logits(self.pointer)
             if pointer == self._library.ffi.NULL:
                 raise UnsupportedOperation("logits", "this context computes no logits")
             size = self.model.vocabulary.size
-            self._logits = self._view_floats(pointer, len(self._output_indices) * size).reshape(-1, size)
+            logits: LogitsRows = self._view_floats(pointer, len(self._output_indices) * size).reshape(-1, size)
+            self._logits = logits
         return self._logits
 
     def enable_top_logits(self) -> None:
@@ -210,14 +253,44 @@ class LlamaContext(Handle):
     def get_top_logits(self, count: int) -> TopLogits | None:
         """Return the largest logits of the last decode, in the order of `get_all_logits`; None if there are none.
 
-        Requires `enable_top_logits`, and a decode in which every row had an output. `count` logits per row are needed.
-        If the device found fewer, it finds more in later decodes.
+        Requires `enable_top_logits`, and a decode in which every row had an output, unless logits are on the device.
+        `count` logits per row are needed. If the device found fewer, it finds more in later decodes.
         """
         if self._top_logits is None:
             return None
         self._top_logits.count = 1 if count <= 1 else TOP_COUNT
-        is_complete = len(self._output_indices) == self._row_count
-        return self._top_logits.read(self.get_all_logits()) if is_complete else None
+        logits = self.get_all_logits()
+        if isinstance(logits, DeviceLogits):
+            return self._top_logits.read(len(logits))
+        if len(self._output_indices) != self._row_count or self.is_holding_logits:
+            return None
+        top = self._top_logits.read(len(logits))
+        return top if top is not None and self._top_logits.verify(top, np.asarray(logits)) else None
+
+    @property
+    def is_holding_logits(self) -> bool:
+        """Whether logits stay on the device that computes them."""
+        return self._top_logits is not None and self._top_logits.is_holding
+
+    def hold_logits(self) -> bool:
+        """Leave logits on the device that computes them, from the next decode on. Return whether that is possible.
+
+        Requires `enable_top_logits`, attention or window memory in streams, and a decode whose largest logits were
+        read. `get_logits` copies rows that are needed. A batch with several outputs of one sequence ends this.
+        """
+        reducer = self._top_logits
+        can_divide = not self.settings.kv_unified and self.memory.kind in ("attention", "window")
+        # A divided batch would have the hidden states of its last part only.
+        if reducer is None or not reducer.is_verified or not can_divide or self._stores_hidden_states:
+            return False
+        self._logits = None
+        reducer.hold(self.sequences)
+        return True
+
+    def release_logits(self) -> None:
+        """Copy all logits to the host, from the next decode on."""
+        if self._top_logits is not None:
+            self._top_logits.release()
 
     def get_output_index(self, row: int) -> int:
         """Return the index of `row` of the last decode in `get_all_logits`."""
@@ -273,6 +346,8 @@ class LlamaContext(Handle):
         """Store the hidden states for MTP heads from the next decode on: of output rows, or of every row."""
         if not self._library.supports_mtp:
             raise UnsupportedOperation("MTP", "this build of llama.cpp does not export its functions")
+        self._stores_hidden_states = True
+        self.release_logits()
         self._library.symbols.llama_set_embeddings_nextn(self.pointer, True, not every_row)
 
     def get_companion(self, purpose: str, create: Callable[[], LlamaContext], *, min_cells: int = 0) -> LlamaContext:

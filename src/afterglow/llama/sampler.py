@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from afterglow.errors import InvalidArgument, UnsupportedOption
 from afterglow.llama.candidates import CANDIDATE_DTYPE, RowMode, build_shortlists, reduce_rows
+from afterglow.llama.device_logits import LogitsRows
 from afterglow.llama.handle import Handle
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import LlamaModel
@@ -127,7 +128,7 @@ class SamplerChain(Handle):
 
 
 def sample_rows(
-    chains: Sequence[SamplerChain | None], logits: NDArray[np.float32], top: TopLogits | None = None
+    chains: Sequence[SamplerChain | None], logits: LogitsRows, top: TopLogits | None = None
 ) -> list[int | None]:
     """Sample and accept a token with each chain from its row of `logits`. Rows without a chain are skipped.
 
@@ -136,11 +137,11 @@ def sample_rows(
     """
     modes = [None if chain is None else chain.row_mode for chain in chains]
     tokens: list[int | None] = []
-    for chain, row, result in zip(chains, logits, reduce_rows(modes, logits, top), strict=True):
+    for row, (chain, result) in enumerate(zip(chains, reduce_rows(modes, logits, top), strict=True)):
         if chain is None or isinstance(result, int):
             tokens.append(result if isinstance(result, int) else None)
         elif result is None:
-            tokens.append(chain.sample_and_accept(row))
+            tokens.append(chain.sample_and_accept(logits[row]))
         else:
             tokens.append(token := chain._draw(result))
             chain.accept(token)

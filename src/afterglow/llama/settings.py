@@ -92,7 +92,7 @@ class ContextSettings:
         parameters.n_batch = self.batch
         parameters.n_ubatch = min(self.ubatch, self.batch)
         parameters.n_outputs_max = self.max_outputs
-        parameters.n_outputs_max_per_seq = 0
+        parameters.n_outputs_max_per_seq = 1  # of sequences with a sampler, see `top_logits`
         parameters.n_rs_seq = self.recurrent_snapshots
         parameters.type_k = CACHE_TYPES[self.cache_type_k]
         parameters.type_v = CACHE_TYPES[self.cache_type_v]

@@ -1,7 +1,8 @@
-"""The largest logits of many rows, found by the device that computed them.
+"""The largest logits of many rows, found by the device that computed them, and logits that stay on this device.
 
 A row of logits has up to 256,000 numbers, of which a sampler needs few. On a GPU, one operation for all rows of a
-decode finds them in a fraction of the time that the CPU takes to read all logits once.
+decode finds them in a fraction of the time that the CPU takes to read all logits once. The other logits need not be
+copied to the host then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.errors import DecodeFailed
 from afterglow.llama.handle import Handle
 from afterglow.llama.library.loader import get_library
 
@@ -23,6 +25,8 @@ MIN_SHORTLIST_CANDIDATES = 8192  # with fewer candidates, llama.cpp's samplers a
 # is no sequence, so llama.cpp still copies all logits to the host, and none of its rows is sampled.
 SAMPLER_SEQUENCE = -1
 LOGITS_NAME = b"result_output"  # of the tensor in llama.cpp's graphs
+GGML_TYPE_F32 = 0
+MAX_VOCABULARY = 1 << 24  # larger token numbers are no exact 32-bit floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,15 @@ class TopLogitsReducer(Handle):
         self._library = get_library()
         ffi, symbols = self._library.ffi, self._library.symbols
         self.count = TOP_COUNT
-        self._tensors: tuple[Any, Any] | None = None  # tokens and values in the last graph that was built
-        self._shape = (0, 0)  # of these tensors: rows, and logits per row
+        self.is_verified = False  # the tensor of the logits has the same numbers as llama.cpp's copy on the host
+        self._context = context
+        self._logits: Any = ffi.NULL  # tensor in the last graph that was built, with a row for each output
+        self._top: Any = None  # tensor in this graph: a line has the tokens and then the values of a row
+        self._shape = (0, 0)  # of the logits: rows, and numbers per row
+        self._width = 0  # of the largest logits per row
         self._is_added = False  # to the graph that is being built
         self._device: Any = ffi.NULL  # that computes the logits; NULL is the CPU
+        self._chains: list[Any] = []  # samplers of the sequences while logits are held, by sequence
         self._interface = ffi.new("struct llama_sampler_i *")  # with the callbacks, which must outlive the sampler
         self._callbacks = (
             ffi.callback(ffi.typeof(self._interface.backend_init), self._set_device),
@@ -63,15 +72,44 @@ class TopLogitsReducer(Handle):
             ffi.callback(ffi.typeof(self._interface.backend_apply), self._add_operations),
         )
         self._interface.backend_init, self._interface.backend_reset, self._interface.backend_apply = self._callbacks
-        chain = symbols.llama_sampler_chain_init(symbols.llama_sampler_chain_default_params())
-        symbols.llama_sampler_chain_add(chain, symbols.llama_sampler_init(self._interface, ffi.NULL))
-        symbols.llama_set_sampler(context, SAMPLER_SEQUENCE, chain)
 
         def free(pointer: Any) -> None:
+            self.release()
             symbols.llama_set_sampler(context, SAMPLER_SEQUENCE, ffi.NULL)
             symbols.llama_sampler_free(pointer)
 
-        super().__init__("top logits", chain, free, parent=parent)
+        super().__init__("top logits", self._attach(SAMPLER_SEQUENCE), free, parent=parent)
+
+    def _attach(self, sequence: int) -> Any:
+        """Attach a sampler to a sequence; return it."""
+        symbols = self._library.symbols
+        chain = symbols.llama_sampler_chain_init(symbols.llama_sampler_chain_default_params())
+        symbols.llama_sampler_chain_add(chain, symbols.llama_sampler_init(self._interface, self._library.ffi.NULL))
+        symbols.llama_set_sampler(self._context, sequence, chain)
+        return chain
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether logits stay on the device."""
+        return bool(self._chains)
+
+    def hold(self, sequences: int) -> None:
+        """Leave the logits of all sequences on the device from the next decode on.
+
+        llama.cpp copies no logits of sequences that have a sampler. `read_logits` copies them. A sequence may have one
+        output per decode then. Holding and releasing let llama.cpp allocate its buffers again, which takes tens of
+        milliseconds.
+        """
+        if not self._chains:
+            self._chains = [self._attach(sequence) for sequence in range(sequences)]
+
+    def release(self) -> None:
+        """Let llama.cpp copy all logits to the host from the next decode on."""
+        symbols, null = self._library.symbols, self._library.ffi.NULL
+        for sequence, chain in enumerate(self._chains):
+            symbols.llama_set_sampler(self._context, sequence, null)
+            symbols.llama_sampler_free(chain)
+        self._chains = []
 
     def _set_device(self, _: Any, buffer_type: Any, __: int) -> bool:
         self._device = self._library.symbols.ggml_backend_buft_get_device(buffer_type)
@@ -81,8 +119,9 @@ class TopLogitsReducer(Handle):
         """llama.cpp starts to build a graph."""
         self._is_added = False
 
-    def _add_operations(self, _: Any, memory: Any, graph: Any, __: Any) -> None:
+    def _add_operations(self, _: Any, memory: Any, graph: Any, data: Any) -> None:
         """Add the operations to a graph, once. llama.cpp calls this for each row that a sequence may have."""
+        data.logits = self._library.ffi.NULL  # of one row: llama.cpp would copy them to the host
         if self._is_added:
             return
         self._is_added = True
@@ -91,38 +130,59 @@ class TopLogitsReducer(Handle):
         rows = symbols.ggml_nrows(logits) if logits else 0
         if not rows:  # no logits: another graph than the one whose tensors are read
             return
-        self._tensors, self._shape = None, (rows, self.count)
         size = symbols.ggml_nelements(logits) // rows
-        if rows < MIN_ROWS or size < MIN_SHORTLIST_CANDIDATES:
+        self._logits, self._shape, self._top, self._width = logits, (rows, size), None, self.count
+        if rows < MIN_ROWS or not MIN_SHORTLIST_CANDIDATES <= size <= MAX_VOCABULARY:
             return
         if self.count == 1:
-            found = symbols.ggml_argmax(memory, logits)
+            tokens = symbols.ggml_reshape_3d(memory, symbols.ggml_argmax(memory, logits), 1, rows, 1)
         else:
-            found = symbols.ggml_top_k(memory, logits, self.count)
-        if self._device and not symbols.ggml_backend_dev_supports_op(self._device, found):
-            return  # llama.cpp would compute it on the CPU
-        tokens = found if self.count > 1 else symbols.ggml_reshape_3d(memory, found, 1, rows, 1)
+            tokens = symbols.ggml_top_k(memory, logits, self.count)
         values = symbols.ggml_get_rows(memory, symbols.ggml_reshape_3d(memory, logits, 1, size, rows), tokens)
-        for tensor in (tokens, values):
-            symbols.ggml_set_output(tensor)  # its memory is not reused
-            symbols.ggml_build_forward_expand(graph, tensor)
-        self._tensors = tokens, values
+        values = symbols.ggml_reshape_3d(memory, values, self.count, rows, 1)
+        numbers = symbols.ggml_cast(memory, tokens, GGML_TYPE_F32)  # so that one tensor has both, which is read faster
+        top = symbols.ggml_concat(memory, numbers, values, 0)
+        if not all(map(self._is_supported, (tokens, values, numbers, top))):
+            return  # llama.cpp would compute it on the CPU
+        symbols.ggml_set_output(top)  # its memory is not reused
+        symbols.ggml_build_forward_expand(graph, top)
+        self._top = top
 
-    def read(self, logits: NDArray[np.float32]) -> TopLogits | None:
+    def _is_supported(self, operation: Any) -> bool:
+        return not self._device or self._library.symbols.ggml_backend_dev_supports_op(self._device, operation)
+
+    def read(self, outputs: int) -> TopLogits | None:
         """Return the largest logits of each row of the last decode; None if the device did not compute them.
 
-        `logits` are those of all rows of the decode, and every row must have had an output. A decode of several
-        ubatches computes several graphs, and the tensors of the last one have fewer rows.
+        The decode had this many `outputs`. A decode of several ubatches computes several graphs, and the tensors of
+        the last one have fewer rows.
         """
-        rows = self._shape[0]
-        if self._tensors is None or rows != len(logits):
+        if self._top is None or self._shape[0] != outputs:
             return None
-        top = TopLogits(np.empty(self._shape, np.int32), np.empty(self._shape, np.float32))
-        ffi, symbols = self._library.ffi, self._library.symbols
-        for tensor, array in zip(self._tensors, (top.tokens, top.values), strict=True):
-            symbols.ggml_backend_tensor_get(tensor, ffi.from_buffer(array), 0, array.nbytes)
-        # The rows are those of `logits`, in this order, and have no NaN: one of each is compared.
+        numbers = np.empty((outputs, 2 * self._width), np.float32)
+        self._read_tensor(self._top, numbers, 0)
+        values = numbers[:, self._width :]
+        if np.isnan(values).any():
+            return None
+        return TopLogits(numbers[:, : self._width].astype(np.int32), values)
+
+    def verify(self, top: TopLogits, logits: NDArray[np.float32]) -> bool:
+        """Return whether these belong to the rows of `logits`, in this order. One of each row is compared."""
         with contextlib.suppress(IndexError):
-            if (logits[np.arange(rows), top.tokens[:, 0]] == top.values[:, 0]).all():
-                return top
-        return None
+            self.is_verified = bool((logits[np.arange(len(logits)), top.tokens[:, 0]] == top.values[:, 0]).all())
+            return self.is_verified
+        return False
+
+    def read_logits(self, outputs: int, rows: slice) -> NDArray[np.float32]:
+        """Copy `rows` of the last decode, which had this many `outputs`, all of them in its last ubatch."""
+        if self._shape[0] != outputs:
+            raise DecodeFailed(0, f"the device has the logits of {self._shape[0]} rows, not of {outputs}")
+        start, stop, _ = rows.indices(outputs)
+        logits = np.empty((stop - start, self._shape[1]), np.float32)
+        self._read_tensor(self._logits, logits, start * self._shape[1] * 4)
+        return logits
+
+    def _read_tensor(self, tensor: Any, array: NDArray[np.float32], offset: int) -> None:
+        symbols = self._library.symbols
+        symbols.llama_synchronize(self._context)  # a GPU may still compute it
+        symbols.ggml_backend_tensor_get(tensor, self._library.ffi.from_buffer(array), offset, array.nbytes)

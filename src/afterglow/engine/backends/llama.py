@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.engine.backends.logits_hold import LogitsHold
 from afterglow.engine.backends.threads import AdaptiveThreads, is_dynamic_allowed
 from afterglow.engine.types.adapters import AdapterSet, LoadedAdapter
 from afterglow.engine.types.backend import BackendCells, BackendState, Capabilities, DecodeSpan, Sampler
@@ -85,6 +86,7 @@ class LlamaBackend:
         # The prefix cache keeps the states of different adapters apart.
         self.state = llama_state.StateSerializer(context, ignore_adapters=True)
         self._first_rows: list[int] = []
+        self._logits_hold = LogitsHold(context)
         self._adaptive_threads: AdaptiveThreads | None = None
 
     def adapt_threads(self) -> None:
@@ -109,6 +111,7 @@ class LlamaBackend:
         if spans[0].embedding is not None:
             assert len(spans) == 1, "a media entry has a decode of its own"
             return self._decode_embedding(spans[0], spans[0].embedding)
+        self._logits_hold.prepare_decode(spans)
         batch = self.context.batch
         batch.clear()
         # Ordered by sequence: llama.cpp computes streams together only if their ids are consecutive in the batch. On a
@@ -162,6 +165,7 @@ class LlamaBackend:
         self._first_rows = [batch.count - 1]
 
     def get_logits(self, span: int, row: int) -> NDArray[np.float32]:
+        self._logits_hold.read_rows += 1
         return self.context.get_logits(self._first_rows[span] + row)
 
     def sample_rows(self, draws: Sequence[tuple[int, int, Sampler]]) -> list[int | AfterglowError]:
@@ -174,7 +178,10 @@ class LlamaBackend:
         needed = max(
             [chain.row_mode for chain in chains if chain is not None and chain.row_mode is not None], default=0
         )
-        tokens = sample_rows(chains, logits, self.context.get_top_logits(needed))
+        top = self.context.get_top_logits(needed)
+        if top is None:
+            self._logits_hold.read_rows += len(logits)
+        tokens = sample_rows(chains, logits, top)
         return [token for index in indices if (token := tokens[index]) is not None]
 
     def create_sampler(self, sampling: Sampling) -> Sampler:
