@@ -10,6 +10,7 @@ import pytest
 from afterglow.engine.inspect import cache
 from afterglow.engine.inspect.archive import export_archive, import_archive
 from afterglow.errors import InvalidArgument, InvalidState
+from support.hosts import wait_until
 from support.play import ask, fake, prompt, reference
 
 
@@ -64,8 +65,5 @@ def test_a_running_engine_uses_imported_files(build_engine, store_conversation, 
     engine = build_engine(directory=tmp_path / "elsewhere")
     import_archive(tmp_path / "elsewhere", tmp_path / "copy.tar")
     store, entries = engine.prefix_cache.store, np.array(prompt(60, 1))
-    for _ in range(200):
-        if store.find_stored_prefix(entries, "").length == 60 and store.has_logits(entries, ""):
-            break
-        store.disk_tier.writer._closing.wait(0.05)
+    assert wait_until(lambda: store.find_stored_prefix(entries, "").length == 60 and store.has_logits(entries, ""))
     assert ask(engine, prompt(60, 1)).cached == 60

@@ -17,6 +17,7 @@ from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.testing import FakeBackend
 from support import engine_factories
+from support.hosts import wait_until
 from support.play import ask, prompt, request
 
 
@@ -162,10 +163,7 @@ def test_an_idle_engine_stores_its_sequences_before_it_is_killed(folder):
     """Idle tasks write sequences of the device to disk."""
     with EngineProcess(DiskEngineFactory(folder)) as engine:
         list(engine.submit(request("a", prompt(60, 1))))
-        for _ in range(200):
-            if sum(1 for _ in folder.rglob("*.cells")) == 9:
-                break
-            engine._closing.wait(0.05)
+        assert wait_until(lambda: sum(1 for _ in folder.rglob("*.cells")) == 9)
         os.kill(engine.pid, signal.SIGKILL)
     assert disk_files.parse_file_name(next(folder.rglob("*.cells")).name) is not None
     with EngineProcess(DiskEngineFactory(folder)) as engine:

@@ -20,6 +20,7 @@ from afterglow.engine.types.entries import Media
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
+from support.hosts import wait_until
 from support.play import KINDS, LAYOUTS, Answer, ask, collect, fake, prompt, reference, request
 
 pytestmark = pytest.mark.slow
@@ -235,10 +236,8 @@ def test_two_engines_share_the_files_of_both(make_engine):
     writer, reader = make_engine(), make_engine()
     ask(writer, prompt(60, 1))
     flush(writer)
-    for _ in range(100):
-        if reader.prefix_cache.store.find_stored_prefix(np.array(prompt(60, 1)), "").length == 60:
-            break
-        time.sleep(0.1)
+    store, entries = reader.prefix_cache.store, np.array(prompt(60, 1))
+    assert wait_until(lambda: store.find_stored_prefix(entries, "").length == 60)
     assert ask(reader, [*prompt(60, 1), 5]).cached == 60
     assert reader.prefix_cache.store.disk_tier.writer.counters.written_files == 0
 
