@@ -51,7 +51,7 @@ def sample_and_verify(
         else:
             logprobs = log_softmax(logits)
             chosen = tuple((other, float(logprobs[other])) for other in request.logprob_tokens)
-            alternatives = find_top_logprobs(logprobs, request.logprobs or 0) + chosen
+            alternatives = find_top_logprobs(logits, logprobs, request.logprobs or 0) + chosen
             events.append(Token(request.id, token, float(logprobs[token]), alternatives))
         finish_cause = _find_finish_cause(running, backend, token)
         if draft_token is None:

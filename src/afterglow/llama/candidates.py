@@ -147,3 +147,17 @@ def build_shortlists(logits: NDArray[np.float32], count: int) -> list[NDArray[np
         candidates["id"], candidates["logit"] = tokens[start:stop][is_candidate], of_row[is_candidate]
         shortlists.append(candidates)
     return shortlists
+
+
+def find_largest(logits: NDArray[np.float32], count: int) -> list[int]:
+    """Return the tokens of the `count` largest logits of a row, largest first. Of equal logits, the smaller token.
+
+    >>> find_largest(np.array([1, 3, 2, 3], dtype=np.float32), 3)
+    [1, 3, 2]
+    """
+    if count == 0:
+        return []
+    shortlist = build_shortlists(logits[None], count)[0]
+    tokens = np.arange(len(logits)) if shortlist is None else shortlist["id"]
+    largest: list[int] = tokens[np.argsort(-logits[tokens], kind="stable")[:count]].tolist()
+    return largest

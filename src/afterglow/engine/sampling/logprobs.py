@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.llama.candidates import find_largest
 from afterglow.llama.context import LlamaContext
 
 MIN_SCORING_CELLS = 512
@@ -62,8 +63,9 @@ def score_tokens(
     context.decode()
     scored = []
     for row in range(len(tokens) - 1 - count, len(tokens) - 1):
-        logprobs = log_softmax(context.get_logits(row))
-        scored.append((float(logprobs[tokens[row + 1]]), find_top_logprobs(logprobs, alternatives)))
+        logits = context.get_logits(row)
+        logprobs = log_softmax(logits)
+        scored.append((float(logprobs[tokens[row + 1]]), find_top_logprobs(logits, logprobs, alternatives)))
     return scored
 
 
@@ -75,6 +77,8 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
     return row
 
 
-def find_top_logprobs(logprobs: NDArray[np.float64], count: int) -> tuple[tuple[int, float], ...]:
+def find_top_logprobs(
+    logits: NDArray[np.float32], logprobs: NDArray[np.float64], count: int
+) -> tuple[tuple[int, float], ...]:
     """Return the `count` most likely tokens with their log-probabilities. Ties: the smaller token id first."""
-    return tuple((int(token), float(logprobs[token])) for token in np.argsort(-logprobs, kind="stable")[:count])
+    return tuple((token, float(logprobs[token])) for token in find_largest(logits, count))
