@@ -56,7 +56,7 @@ ORDERS = {
         verify
         slices
         engine
-        pooling
+        pooling scoring
         inspect
         host
     """,

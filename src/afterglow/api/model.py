@@ -101,7 +101,8 @@ from afterglow.engine.kvcache.explain import Explanation
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS, ForgetReport
 from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.pooling import MAX_POOLED_TOKENS
-from afterglow.engine.sampling.logprobs import TokenLogprob, plan_windows
+from afterglow.engine.sampling.logprobs import TokenLogprob
+from afterglow.engine.scoring import plan_windows, score_text
 from afterglow.engine.types.adapters import Adapter, resolve_adapters
 from afterglow.engine.types.cache_events import CacheEventPage
 from afterglow.engine.types.counters import StoreReport
@@ -954,7 +955,7 @@ class Model(Closeable):
         """Return the log-probability of each token of a text except the first.
 
         `text` may also be tokens. Text gets the special tokens that start a prompt. A text longer than the context is
-        scored in windows that overlap by half.
+        scored in windows that overlap by half. A text that begins like the one before computes only the rest.
 
         >>> score = model.logprobs("The capital of France is Paris")
         >>> len(score.logprobs)
@@ -972,38 +973,27 @@ class Model(Closeable):
         return Score(tokens=tuple(tokens), logprobs=tuple(values), windows=len(windows))
 
     def score(
-        self, tokens: Sequence[int], alternatives: int = 0, *, first: int = 1, lora: LoraInput = ()
+        self, tokens: Sequence[int], alternatives: int = 0, *, first: int = 1, lora: LoraInput = (), salt: str = ""
     ) -> list[TokenLogprob]:
         """Return the log-probability of each token from index `first` on, with the most likely alternatives.
 
-        A long text takes several decodes; other requests run between them.
+        A long text takes several decodes; other requests run between them. Texts with the same `salt` share a prefix.
 
         >>> [round(logprob, 1) for logprob, _ in model.score(model.tokenize("One, two, three"))]
         [-2.4, -7.6, -3.3, -1.4]
         """
         self._check_length(tokens, self.context_length)
-        step = self.engine_info.max_scoring_tokens
-        host = self._get_host().select()
         adapters = {adapter.name: adapter for adapter in self.adapters}
         requested = resolve_lora(lora, self.adapters, self.name)
         active, _ = resolve_adapters(requested, adapters, np.asarray(tokens, dtype=np.int64))
-        starts = sorted({*range(0, active.start, step), *range(active.start, len(tokens) - 1, step)})
-        scored: list[TokenLogprob] = []
+        score = functools.partial(
+            score_text, tokens=tokens, first=first, alternatives=alternatives, adapters=active, salt=salt
+        )
+        host = self._get_host().select()
         with self._scoring_lock:
-            for start, stop in itertools.pairwise([*starts, len(tokens) - 1]):
-                rows = tokens[start : stop + 1]
-                scored += host.call(
-                    functools.partial(
-                        remote_calls.run_scoring,
-                        tokens=rows,
-                        position=start,
-                        count=max(0, min(len(rows) - 1, start + len(rows) - first)),
-                        alternatives=alternatives,
-                        text_length=len(tokens),
-                        adapters=active.find_at(start),
-                    )
-                )
-        return scored
+            while (scores := host.call(score)) is None:
+                pass
+        return scores
 
     def perplexity(self, text: str | Sequence[int]) -> float:
         """Return the perplexity of a text: 1 is certainty, the size of the vocabulary is a uniform distribution.

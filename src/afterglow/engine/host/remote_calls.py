@@ -1,4 +1,4 @@
-"""Functions to run on an engine through `call` of its host: information, statistics and scoring.
+"""Functions to run on an engine through `call` of its host: information, statistics and media.
 
 They are functions of a module, so that they can be pickled, and return plain values.
 """
@@ -17,11 +17,9 @@ from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.routing import ReplicaReport, ReplicaSpeeds, shorten_key
 from afterglow.engine.inspect.cache import TierUsage, get_tier_usage
-from afterglow.engine.sampling.logprobs import SCORING_SEQUENCE, TokenLogprob, get_scoring_context, score_tokens
-from afterglow.engine.types.adapters import AdapterSet
 from afterglow.engine.types.entries import Entries, strip_labels
 from afterglow.engine.types.media import EncodedMedia
-from afterglow.errors import EngineCrashed, UnsupportedMedia, UnsupportedOperation
+from afterglow.errors import UnsupportedMedia, UnsupportedOperation
 from afterglow.llama.model import ModelInfo
 from afterglow.llama.projector import MediaPlaceholder, MediaSize, Projector, get_media_size
 from afterglow.media import load
@@ -44,7 +42,6 @@ class EngineInfo:
     sequences: int
     memory: str
     batch_cells: int
-    max_scoring_tokens: int  # per call of `run_scoring`
     media: frozenset[Modality] = frozenset()  # kinds of media allowed in prompts
     media_error: str = ""  # why the given projector cannot be used
 
@@ -111,7 +108,6 @@ def get_engine_info(engine: Engine) -> EngineInfo:
         sequences=capabilities.sequences,
         memory=capabilities.memory_kind,
         batch_cells=capabilities.batch_cells,
-        max_scoring_tokens=min(capabilities.max_outputs, capabilities.batch_cells),
         media=capabilities.media,
         media_error=engine.media_scheduler.projector_error,
     )
@@ -273,32 +269,6 @@ def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:
 
 def _preview(entries: Entries) -> tuple[int, ...]:
     return tuple(map(int, strip_labels(entries)))
-
-
-def run_scoring(
-    engine: Engine,
-    *,
-    tokens: Sequence[int],
-    position: int,
-    count: int,
-    alternatives: int,
-    text_length: int,
-    adapters: AdapterSet = (),
-) -> list[TokenLogprob]:
-    """Return the logprobs of the last `count` tokens of a part of a text, in one pass on the scoring context.
-
-    `position` is the start of the part in a text of `text_length` tokens; 0 starts a new text. The last token is scored
-    but not decoded.
-    """
-    backend = _get_llama_backend(engine)
-    context = get_scoring_context(backend.context, text_length)
-    context.set_adapters(backend.select_adapters(adapters))
-    if position == 0:
-        context.memory.remove(SCORING_SEQUENCE)
-    span = context.memory.get_position_range(SCORING_SEQUENCE)
-    if (0 if span is None else span[1] + 1) != position:
-        raise EngineCrashed("process restarted while it scored a text")
-    return score_tokens(context, np.asarray(tokens, dtype=np.int32), position, count, alternatives=alternatives)
 
 
 def _get_llama_backend(engine: Engine) -> LlamaBackend:

@@ -32,6 +32,7 @@ class EngineCounters:
     pooled_texts: int = 0  # texts that were embedded or scored by a classifier head
     pooled_rows: int = 0  # of the decodes of these texts; not part of `rows`
     pooled_decodes: int = 0  # with texts; not part of `decodes`
+    scored_rows: int = 0  # of texts whose tokens were scored; not part of `rows`
 
     def record_decode(self, spans: Sequence[DecodeSpan], replayed: int) -> tuple[int, int]:
         """Count a decode; return its rows and how many of them were draft tokens."""

@@ -71,7 +71,7 @@ async def create_completion(state: ServerState, body: CompletionRequest, salt: s
         keep_alive=body.keep_alive,
     )
     request.check_limits(state)
-    prompt_scores = await score_prompts(state, model, body, prompts)
+    prompt_scores = await score_prompts(state, model, body, prompts, salt)
     generation = await start_generation(state, body.model, request)
     formatter = CompletionFormatter(body, generation, prompts, prompt_scores)
     return await generation.respond(formatter, stream=bool(body.stream))
@@ -110,7 +110,7 @@ def fit_prompt(model: Model, body: CompletionRequest, prompt: str | list[int]) -
 
 
 async def score_prompts(
-    state: ServerState, model: Model, body: CompletionRequest, prompts: Sequence[FittedPrompt]
+    state: ServerState, model: Model, body: CompletionRequest, prompts: Sequence[FittedPrompt], salt: str
 ) -> list[list[TokenLogprob]]:
     """Compute the log-probabilities of the prompt tokens if the request asks for them."""
     alternatives = body.logprobs
@@ -121,7 +121,7 @@ async def score_prompts(
     try:
         return [
             await state.run_engine_call(
-                model.name, functools.partial(model.score, prompt.tokens, alternatives, lora=lora)
+                model.name, functools.partial(model.score, prompt.tokens, alternatives, lora=lora, salt=salt)
             )
             for prompt in prompts
         ]
