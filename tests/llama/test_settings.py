@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from afterglow.errors import InvalidArgument, InvalidModel, OutOfMemory, UnsupportedOption
+import afterglow
+from afterglow.errors import InvalidArgument, InvalidModel, OutOfMemory, UnsupportedOperation, UnsupportedOption
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.gguf import footprint
 from afterglow.llama.library import devices
@@ -195,3 +196,17 @@ def test_c19_without_a_gpu_its_layers_stay_on_the_cpu(monkeypatch):
     monkeypatch.setattr(devices, "list_devices", lambda: ())
     with LlamaModel.load(models.get_path("attention"), ModelSettings(gpu_layers=-1), trust=True) as model:
         LlamaContext(model, ContextSettings(cells=64)).close()
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["attention", "window", "recurrent", "hybrid"])
+def test_c19_a_shift_of_bf16_keys_is_refused(kind):
+    """llama.cpp aborts the process if it rotates them, also if the memory is probed at load."""
+    options = {"context": 512, "threads": 1, "cache_type_k": "bf16", "disk_cache": False}
+    with afterglow.load(models.get_path(kind), **options) as model:
+        first = model.complete(random_tokens(100), max_tokens=4)
+        assert model.complete(random_tokens(100), max_tokens=4).tokens == first.tokens
+        memory = model._lifecycle.context.memory
+        assert not memory.can_shift
+        with pytest.raises(UnsupportedOperation, match="cannot be shifted"):
+            memory.shift(0, 5)

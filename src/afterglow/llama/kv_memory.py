@@ -85,8 +85,10 @@ class KVMemory:
 
     @property
     def can_shift(self) -> bool:
-        """Whether positions can be shifted: not with M-RoPE, and not with a sliding window."""
+        """Whether positions can be shifted: not with M-RoPE, a sliding window, or keys in BF16."""
         if self.kind == "none" or self._context.model.info.uses_mrope or self.is_unknown or self.rejects_shift:
+            return False
+        if self._context.settings.cache_type_k == "bf16":  # llama.cpp cannot rotate them and aborts
             return False
         return bool(self._symbols.llama_memory_can_shift(self._get_pointer("can_shift")))
 
