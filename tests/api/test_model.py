@@ -220,6 +220,35 @@ def test_c14_a_cancel_event_ends_the_request():
         assert model.complete(CYCLE[:5], max_tokens=3).text == CYCLE[5:8]
 
 
+def test_c14_a_cancel_event_ends_a_stream_and_tokens_are_reported():
+    with load("successor-attention", context=4096) as model:
+        cancel_event, tokens = threading.Event(), list[int]()
+        stream = model.stream(CYCLE[:5], max_tokens=4000, on_token=tokens.append, cancel=cancel_event)
+        next(stream)
+        cancel_event.set()
+        with pytest.raises(Cancelled):
+            list(stream)
+        assert 1 <= len(tokens) < 4000
+
+        async def read() -> None:
+            async for _ in model.stream_async(CYCLE[:5], max_tokens=4000, cancel=cancel_event):
+                pass
+
+        with pytest.raises(Cancelled):
+            asyncio.run(read())
+
+
+def test_wrong_callbacks_and_options_of_other_methods_are_named():
+    with load("successor-attention", context=256) as model:
+        for call in (model.complete, model.chat, lambda *args, **options: list(model.stream(*args, **options))):
+            with pytest.raises(InvalidArgument, match=r"`on_token` must be a function of a token, not 5"):
+                call("hi", on_token=5)
+            with pytest.raises(InvalidArgument, match=r"`cancel` must be an event such as threading\.Event, not 5"):
+                call("hi", cancel=5)
+        with pytest.raises(InvalidArgument, match=r"`n` is not an option; valid names are"):
+            model.stream("hi", n=2)
+
+
 def test_c14_a_cancel_event_ends_a_chat_and_its_stream():
     with load("successor-attention", context=4096) as model:
         cancel_event = threading.Event()

@@ -669,16 +669,30 @@ class Model(Closeable):
             truncation=responses[0].truncation,
         )
 
-    def stream(self, prompt: PromptInput, **options: Unpack[GenerationOptions]) -> Iterator[str]:
+    def stream(
+        self,
+        prompt: PromptInput,
+        *,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Iterator[str]:
         """Continue a prompt like `complete`, and yield text as it is generated. Closing the iterator cancels it.
 
         >>> list(model.stream("One, two, three,", max_tokens=2))
         [' four', ',']
         """
-        (stream,) = self._submit_prompt(prompt, options)
+        (stream,) = self._submit_prompt(prompt, options, on_token=on_token, cancel=cancel)
         return (part.text for part in stream if isinstance(part, TextDelta))
 
-    def stream_async(self, prompt: PromptInput, **options: Unpack[GenerationOptions]) -> AsyncIterator[str]:
+    def stream_async(
+        self,
+        prompt: PromptInput,
+        *,
+        on_token: Callable[[int], None] | None = None,
+        cancel: threading.Event | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> AsyncIterator[str]:
         """Asyncio version of `stream`.
 
         >>> async def shout():
@@ -686,7 +700,7 @@ class Model(Closeable):
         >>> asyncio.run(shout())
         [' FOUR', ',']
         """
-        (stream,) = self._submit_prompt(prompt, options)
+        (stream,) = self._submit_prompt(prompt, options, on_token=on_token, cancel=cancel)
         return (part.text async for part in stream if isinstance(part, TextDelta))
 
     def _submit_prompt(
@@ -1443,6 +1457,10 @@ class Model(Closeable):
         cancel: threading.Event | None = None,
     ) -> list[ChatStream]:
         """Start `n` choices of a request, which share one prefill, and return their streams."""
+        if on_token is not None and not callable(on_token):
+            raise InvalidArgument("on_token", f"must be a function of a token, not {on_token!r}")
+        if cancel is not None and not hasattr(cancel, "is_set"):
+            raise InvalidArgument("cancel", f"must be an event such as threading.Event, not {cancel!r}")
         requests = [self._derive_request(request, index) for index in range(check_integer("n", n, 1, 128))]
         return [
             ChatStream(stream, output_format, stop, on_token=None if index else on_token, cancel=cancel, owner=self)

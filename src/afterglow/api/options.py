@@ -685,7 +685,8 @@ def check_options(declaration: type[OptionsT], values: Mapping[str, Any], *, oth
     known = get_fields(kind)
     for name in values:
         if name not in known:
-            raise InvalidArgument(name, f"is not an option; {suggest_name(name, [*known, *others])}")
+            names = [other for other in (*known, *others) if other != name]
+            raise InvalidArgument(name, f"is not an option; {suggest_name(name, names)}")
     adapter: pydantic.TypeAdapter[OptionsT] = _get_adapter(kind)
     try:
         return adapter.validate_python(values, strict=True)
