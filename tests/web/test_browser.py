@@ -494,6 +494,8 @@ def test_ten_thousand_nodes_are_drawn(page: Page, capsys: pytest.CaptureFixture[
 def test_live_requests_and_reasons_are_shown(page: Page, server: ServerProcess) -> None:
     page.locator(".tab").filter(has_text="Cache").click()
     expect(page.locator(".live-requests")).to_contain_text("Nothing is running")
+    rows = page.locator(".request").filter(has_text="Why is the sky blue?")
+    count = rows.count()
     for date in ("2026-11-16", "2026-11-17"):
         system = {
             "role": "system",
@@ -501,7 +503,8 @@ def test_live_requests_and_reasons_are_shown(page: Page, server: ServerProcess) 
         }
         messages = [system, {"role": "user", "content": "Why is the sky blue?"}]
         server.post("/v1/chat/completions", {"model": HOSTILE_MODEL, "messages": messages})
-    row = page.locator(".request").filter(has_text="Why is the sky blue?").first
+    expect(rows).to_have_count(count + 2)  # the newest one is the first
+    row = rows.first
     expect(row).to_contain_text("because:")
     row.get_by_role("button", name="Compare both texts").click()
     marks = page.locator("dialog.difference mark")
