@@ -91,6 +91,14 @@ def test_a_killed_batch_continues_and_refuses_another_input(tmp_path: Path):
     assert not partial.exists()
 
 
+def test_a_mistyped_model_changes_nothing(tmp_path: Path):
+    (tmp_path / "in.jsonl").write_bytes(encode_lines([build_line("a", max_tokens=2)]))
+    result = run_in_process("batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "no-such-model")
+    assert (result.returncode, "no-such-model" in result.stderr) == (1, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl").returncode == 0
+
+
 def test_a_missing_or_empty_input_changes_nothing(tmp_path: Path):
     result = run_batch(tmp_path / "none.jsonl", tmp_path / "out.jsonl")
     assert (result.returncode, "none.jsonl cannot be read" in result.stderr) == (1, True)

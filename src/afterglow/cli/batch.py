@@ -48,9 +48,10 @@ def batch(
     console = Console(stderr=True, highlight=False)
     partial = output_path.with_name(f"{output_path.name}.partial")
     name, source = resolve_model_argument(model or settings.model, settings)
+    metadata = {"input": compute_digest(input_path), "model": hashlib.sha256(source.encode()).hexdigest()}
+    resolve_or_pull(source)  # before the store has the name of the model
     store = BatchStore(partial)
-    with contextlib.closing(store), claim_batch(store, input_path, output_path, source) as stored:
-        resolve_or_pull(source)
+    with contextlib.closing(store), claim_batch(store, input_path, output_path, metadata) as stored:
         run_batch(store, stored, {name: source}, settings, console)
         write_output(store, stored, output_path)
         counts = store.count_results(stored)
@@ -61,18 +62,18 @@ def batch(
 
 
 @contextlib.contextmanager
-def claim_batch(store: BatchStore, input_path: Path, output_path: Path, model: str) -> Iterator[StoredBatch]:
+def claim_batch(
+    store: BatchStore, input_path: Path, output_path: Path, metadata: dict[str, str]
+) -> Iterator[StoredBatch]:
     """Claim the batch of an output file: the one that was interrupted, or a new one.
 
     Raises `InvalidArgument` if the output file, or what was begun of it, is not of this input.
     """
-    digest = compute_digest(input_path)
-    metadata = {"input": digest, "model": hashlib.sha256(model.encode()).hexdigest()}
     if not store.exists and output_path.exists():
         raise InvalidArgument("OUT.jsonl", f"{output_path} exists: remove it or name another file")
     begun = store.list_unfinished() if store.exists else []
     if begun and begun[0].metadata != metadata:
-        which = "input" if begun[0].metadata is None or begun[0].metadata["input"] != digest else "model"
+        which = "input" if begun[0].metadata is None or begun[0].metadata["input"] != metadata["input"] else "model"
         reason = f"{store.directory} has the results of another {which}: remove it or name another file"
         raise InvalidArgument("OUT.jsonl", reason)
     batch = begun[0] if begun else add_batch(store, input_path, metadata)
