@@ -14,7 +14,7 @@ from afterglow.chat.multimodal import MediaPlaceholders
 from afterglow.chat.output.parts import ParsedOutput, join_parts
 from afterglow.chat.prompt import Breakpoint
 from afterglow.engine.sampling.grammar import GrammarCompiler
-from afterglow.errors import InvalidGrammar
+from afterglow.errors import InvalidArgument, InvalidGrammar
 from afterglow.testing import models
 from afterglow.testing.script import script_answers
 from support.greedy import load_greedy
@@ -259,3 +259,11 @@ def test_breakpoints_are_found_around_media():
 
 def picture(offset: int) -> Attachment:
     return Attachment(kind="image", source="cat.png", offset=offset)
+
+
+def test_variables_of_the_template_do_not_replace_the_messages():
+    with (
+        load(None) as model,
+        pytest.raises(InvalidArgument, match="`chat_template_kwargs` must not contain `messages`"),
+    ):
+        model.chat("hi", chat_template_kwargs={"messages": []})

@@ -54,7 +54,7 @@ from afterglow.chat.tools.tool import Tool, ToolLike, parse_tools
 from afterglow.closeable import Closeable
 from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
 from afterglow.engine.types.request import Finished, Request
-from afterglow.errors import InvalidGrammar, UnsupportedOption
+from afterglow.errors import InvalidArgument, InvalidGrammar, UnsupportedOption
 from afterglow.llama.vocabulary import Vocabulary
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 
@@ -160,6 +160,8 @@ class Chat(Closeable):
         tool_choice = parse_tool_choice(options.tool_choice, tools)
         reasoning = parse_reasoning_options(options.reasoning, self.reasoning_format, self._template_source)
         response_format = parse_response_format(options.response_format)
+        if "messages" in options.chat_template_kwargs:
+            raise InvalidArgument("chat_template_kwargs", "must not contain `messages`, which the chat has")
         chat_template_kwargs = {**reasoning.chat_template_kwargs, **options.chat_template_kwargs}
         definitions = [tool.definition for tool in tools]
         parsed_messages = parse_messages(messages)
