@@ -342,7 +342,8 @@ class Engine:
         self.counters.moved_sequences += self.prefix_cache.pack(running.sequence for running in self._running)
 
     def _finish(self, job: Job, reason: FinishReason, stop: bytes | int | None = None) -> None:
-        self._events.append(Finished(job.request.id, reason, job.build_usage(), stop))
+        sequence = next((running.sequence.number for running in self._running if running.job is job), None)
+        self._events.append(Finished(job.request.id, reason, job.build_usage(sequence), stop))
         self._remove_job(job)
         self._retain_prefixes(job)
 

@@ -89,8 +89,8 @@ class Job:
             plan=plan,
         )
 
-    def build_usage(self) -> Usage:
-        """Return the usage of the request up to now."""
+    def build_usage(self, sequence: int | None = None) -> Usage:
+        """Return the usage of the request up to now. It has this `sequence`."""
         now = time.monotonic()
         admitted_at = self.admitted_at or now
         first_token_at = self.first_token_at or now
@@ -109,6 +109,7 @@ class Job:
             queue_seconds=admitted_at - self.submitted_at,
             prefill_seconds=first_token_at - admitted_at,
             decode_seconds=now - first_token_at,
+            sequence=sequence,
         )
 
 

@@ -120,6 +120,7 @@ class Usage:
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    sequence: int | None = None  # that the request had at its end; None if it had none
 
     @property
     def mean_draft_length(self) -> float:

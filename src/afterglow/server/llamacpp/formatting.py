@@ -119,7 +119,7 @@ class LlamaCompletionFormatter:
         self._body = body
         self._generation = generation
         self._choices = body.n_cmpl or 1
-        self._slot = UNLIMITED if body.id_slot is None else body.id_slot
+        self._slot = UNLIMITED if body.id_slot is None else body.id_slot  # while the response is streamed
 
     async def build_response(self) -> Any:
         """Read the generation to its end and return the body of the response."""
@@ -178,7 +178,7 @@ class LlamaCompletionFormatter:
             "index": index,
             "content": content,
             "tokens": [token.token for token in visible] if body.return_tokens and not body.stream else [],
-            "id_slot": self._slot,
+            "id_slot": self._slot if usage.sequence is None else usage.sequence,
             "stop": True,
             "model": model.name,
             "tokens_predicted": usage.generated_tokens,
