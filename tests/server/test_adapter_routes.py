@@ -193,12 +193,17 @@ def test_a_wrong_adapter_is_refused_by_name(client, model, lora, param, message)
     assert str(refused.value.param).startswith(param)
 
 
-def test_embeddings_refuse_adapters(client, adapter_server):
+def test_embeddings_and_rankings_refuse_adapters(client, adapter_server):
     with pytest.raises(openai.BadRequestError, match="an embedding uses the base model"):
         client.embeddings.create(model="small+style", input="text")
     ollama_client = ollama.Client(host=adapter_server.url)
     with ollama_client._client, pytest.raises(ollama.ResponseError, match="an embedding uses the base model"):
         ollama_client.embed("small+style", "text")
+    for path, body in (("/embedding", {"content": "a"}), ("/rerank", {"query": "a", "documents": ["b"]})):
+        for name in ("small+style", "small+nothing"):
+            response = adapter_server.post(path, {"model": name, **body})
+            assert response.status_code == 400
+            assert "uses the base model" in response.json()["error"]["message"]
 
 
 def test_a_pin_and_an_explanation_belong_to_the_adapters(adapter_server):

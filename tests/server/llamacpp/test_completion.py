@@ -107,6 +107,7 @@ def test_id_slot_chooses_the_sequence(server: ServerProcess) -> None:
     assert [slot["id"] for slot in slots] == list(range(8))
     assert slots[5]["n_prompt_tokens"] == evaluated
     assert not any(slot["is_processing"] for slot in slots)
+    assert complete(server, prompt, n_predict=1)["id_slot"] == 5  # where it is cached
     assert "must be from -1 to 7, not 8" in refuse(server, id_slot=8)["message"]
 
 
@@ -181,6 +182,11 @@ def test_embeddings_have_the_requested_norm(server: ServerProcess) -> None:
     assert np.abs(both[0]["embedding"][0]).sum() == pytest.approx(1, abs=1e-5)
     assert np.array(both[0]["embedding"][0]) @ vector > 0
     assert server.post("/embedding", {"model": "vectors"}).status_code == 400
+    for norm in (2000, 2**31 - 1):  # the largest component decides
+        (entry,) = server.post("/embedding", {"model": "vectors", "content": "abc", "embd_normalize": norm}).json()
+        assert np.abs(entry["embedding"][0]).max() == pytest.approx(1, abs=1e-2)
+    huge = server.post("/embedding", {"model": "vectors", "content": "abc", "embd_normalize": 10**400})
+    assert (huge.status_code, "embd_normalize" in huge.json()["error"]["message"]) == (400, True)
 
 
 def test_the_cycle_goes_on(server: ServerProcess) -> None:

@@ -175,7 +175,7 @@ def test_an_erased_slot_is_empty(limited: ServerProcess) -> None:
     assert change_slot(limited, "save", 1, filename="b.bin", model="tiny")["error"]["param"] == "id_slot"
 
 
-@pytest.mark.parametrize("name", ["../a.bin", "a/b.bin", "/etc/passwd", ".hidden", "a\x1fb", "a.", ".."])
+@pytest.mark.parametrize("name", ["../a.bin", "a/b.bin", "/etc/passwd", ".hidden", "a\x1fb", "a.", "..", "é" * 101])
 def test_slot_files_stay_in_their_directory(limited: ServerProcess, name: str) -> None:
     answer = change_slot(limited, "save", 0, filename=name, model="tiny")
     assert (answer["status"], answer["error"]["param"]) == (400, "filename")
@@ -191,6 +191,18 @@ def test_a_damaged_slot_file_is_refused(limited: ServerProcess) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     answer = change_slot(limited, "restore", 0, filename="damaged.bin", model="tiny")
     assert (answer["status"], answer["error"]["param"]) == (400, "filename")
+
+
+def test_a_slot_is_not_saved_over_a_directory(limited: ServerProcess) -> None:
+    arguments = list(limited.process.args)  # type: ignore[arg-type]
+    directory = Path(str(arguments[arguments.index("--slot-save-path") + 1]))
+    body = {"model": "tiny", "prompt": "a directory", "n_predict": 1, "id_slot": 0}
+    limited.post("/completion", body, headers=KEYS["first"])
+    change_slot(limited, "save", 0, filename="one.bin", model="tiny")
+    (saved,) = directory.rglob("one.bin")
+    (saved.parent / "folder").mkdir()
+    answer = change_slot(limited, "save", 0, filename="folder", model="tiny")
+    assert (answer["status"], answer["error"]["message"]) == (400, "'folder' is a directory")
 
 
 def test_settings_are_defaults_of_requests(limited: ServerProcess) -> None:

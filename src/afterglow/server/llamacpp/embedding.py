@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,8 @@ from fastapi.responses import JSONResponse
 from numpy.typing import NDArray
 
 from afterglow.server import limits
+from afterglow.server.adapters import refuse_adapters
+from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.llamacpp.prompts import list_prompts, tokenize_prompt
 from afterglow.server.llamacpp.schema import LlamaEmbeddingRequest
@@ -28,33 +29,34 @@ def build_router(state: ServerState) -> APIRouter:
     router = APIRouter(route_class=StrictRoute)
 
     async def embed(body: LlamaEmbeddingRequest, request: Request) -> Response:
-        return await state.run_while_connected(request, create_embeddings(state, body), "content")
+        work = create_embeddings(state, body, get_tenant_salt(request))
+        return await state.run_while_connected(request, work, "content")
 
     for path in ("/embedding", "/embeddings"):
         router.post(path, summary="llama-server: embed texts")(embed)
     return router
 
 
-async def create_embeddings(state: ServerState, body: LlamaEmbeddingRequest) -> Response:
-    """Embed each text. The engine serves other requests between two of them."""
+async def create_embeddings(state: ServerState, body: LlamaEmbeddingRequest, salt: str) -> Response:
+    """Embed the texts, many per decode. The engine serves other requests in between."""
     if body.content is None:
         raise invalid_request_error("content", "`content` is missing", "missing_required_parameter")
     prompts = list_prompts(body.content)
     limits.check_limit(state.settings, "max_inputs", "content", len(prompts))
+    refuse_adapters(state.models, body.model, "an embedding")
     model = await state.get_model(body.model)
     token_lists = await state.run_text_work(lambda: [tokenize_prompt(model, prompt) for prompt in prompts])
     if not token_lists or not all(token_lists):
         raise invalid_request_error("content", "`content` must not be empty")
     ticket = state.get_admission_queue(model).admit(1)
     try:
-        calls = [functools.partial(model.embed, tokens) for tokens in token_lists]
-        vectors = [await state.run_engine_call(model.name, call) for call in calls]
+        embeddings = await state.run_long_call(lambda cancel: model.embed_texts(token_lists, salt=salt, cancel=cancel))
     finally:
         ticket.release()
     record = get_record()
     record.model, record.prompt_tokens = model.name, sum(map(len, token_lists))
     norm = EUCLIDEAN_NORM if body.embd_normalize is None else body.embd_normalize
-    encoded = [encode_vector(scale_vector(vector, norm), body.encoding_format) for vector in vectors]
+    encoded = [encode_vector(scale_vector(vector, norm), body.encoding_format) for vector in embeddings.vectors]
     # One vector for each text: a list, because without pooling llama-server has one for each token.
     data: list[dict[str, Any]] = [{"index": index, "embedding": [vector]} for index, vector in enumerate(encoded)]
     return JSONResponse(data)
@@ -67,5 +69,10 @@ def scale_vector(vector: NDArray[np.float32], norm: int) -> NDArray[np.float32]:
     [0.75, -0.25]
     """
     magnitudes = np.abs(vector.astype(np.float64))
-    length = magnitudes.max() / MAX_NORM_SCALE if norm == MAX_NORM else (magnitudes**norm).sum() ** (1 / norm)
-    return (vector / length).astype(np.float32) if length else vector
+    largest = magnitudes.max()
+    if largest == 0:
+        return vector
+    relative = magnitudes / largest  # a large power of a small number is 0
+    length = 1 / MAX_NORM_SCALE if norm == MAX_NORM else (relative**norm).sum() ** (1 / norm)
+    scaled: NDArray[np.float32] = (vector / (largest * length)).astype(np.float32)
+    return scaled

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic
 
+from afterglow.llama.checks import INT32_MAX
 from afterglow.server.schema.base import (
     JsonObject,
     KeepAliveField,
@@ -141,7 +142,10 @@ class LlamaEmbeddingRequest(StrictModel):
     content: LlamaPrompt | None = pydantic.Field(None, description="As `prompt` of /completion.")
     input: LlamaPrompt | None = same_as("content")
     embd_normalize: int | None = pydantic.Field(
-        None, ge=0, description="Norm of the vectors: 0 maximum, 1 taxicab, 2 Euclidean (default), p: p-norm."
+        None,
+        ge=0,
+        le=INT32_MAX,
+        description="Norm of the vectors: 0 maximum, 1 taxicab, 2 Euclidean (default), p: p-norm.",
     )
     encoding_format: Literal["float", "base64"] | None = None
 

@@ -18,6 +18,7 @@ from afterglow.server.llamacpp.schema import SlotFileRequest
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
+MAX_FILE_NAME_BYTES = 200  # file systems allow 255; the file is written under a longer name first
 FORBIDDEN_CHARACTERS = frozenset('/\\:*?"<>|')  # separators, and what other systems do not allow
 
 
@@ -78,6 +79,9 @@ def check_file_name(name: str) -> str:
     if not name.isprintable() or FORBIDDEN_CHARACTERS & set(name) or name != name.strip(". "):
         message = "`filename` must be the name of a file without a directory, and not start or end with a dot or space"
         raise invalid_request_error("filename", message)
+    if len(name.encode()) > MAX_FILE_NAME_BYTES:
+        message = f"`filename` must have at most {MAX_FILE_NAME_BYTES} bytes, not {len(name.encode())}"
+        raise invalid_request_error("filename", message)
     return name
 
 
@@ -111,6 +115,8 @@ def save_slot(model: Model, slot: int, path: Path, salt: str) -> dict[str, Any]:
     started = time.monotonic()
     if not count_own_tokens(model, slot, salt):
         raise invalid_request_error("id_slot", f"slot {slot} is empty: there is nothing to save")
+    if path.is_dir():
+        raise invalid_request_error("filename", f"{path.name!r} is a directory")
     path.parent.mkdir(parents=True, exist_ok=True)
     tokens = model.save_sequence(path, slot)
     return {

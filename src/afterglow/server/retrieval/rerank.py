@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 
 from afterglow.api.rerank import Reranking
 from afterglow.server import limits
+from afterglow.server.adapters import refuse_adapters
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.logs import get_record
@@ -39,6 +40,7 @@ async def rank_documents(state: ServerState, body: RerankRequest, salt: str, pat
         raise invalid_request_error("documents", "`documents` must not be empty")
     limits.check_limit(state.settings, "max_documents", "documents", len(body.documents))
     documents = [document if isinstance(document, str) else document.text for document in body.documents]
+    refuse_adapters(state.models, body.model, "a ranking")
     model = await state.get_model(body.model)
     ticket = state.get_admission_queue(model).admit(1)
     try:
