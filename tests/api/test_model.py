@@ -117,6 +117,12 @@ CAPABILITIES_OF_OTHER_ENGINES = (
 )
 
 
+@pytest.mark.parametrize("swa_full", [False, True])
+def test_c17_a_window_model_that_keeps_all_cells_can_trim(swa_full):
+    with load("window", context=512, swa_full=swa_full) as model:
+        assert model.supports("trim") == swa_full
+
+
 def test_c17_the_capability_names_of_other_engines_are_known_and_unknown_names_are_errors():
     with load("attention") as model:
         supported = {name for name in CAPABILITIES_OF_OTHER_ENGINES if model.supports(name)}

@@ -305,6 +305,7 @@ class Model(Closeable):
         """Names of the capabilities of this model with its settings on this machine; `CAPABILITIES` lists all names."""
         model, info, modalities = self._lifecycle.model, self.info, self._modalities
         settings, generates, memory_kind = self._lifecycle.spec.engine_settings, info.is_causal, self._memory_kind
+        keeps_window = memory_kind == "window" and self._lifecycle.spec.context_settings.swa_full
         supported = {
             "audio": "audio" in modalities,
             "chat_template": model.get_chat_template() is not None,
@@ -328,7 +329,7 @@ class Model(Closeable):
             "speculative_decoding": generates and settings.speculation != "off" and not settings.deterministic,
             "streaming": generates,
             "tokenizer": info.vocabulary_size > 0,
-            "trim": generates and memory_kind == "attention",
+            "trim": generates and (memory_kind == "attention" or keeps_window),
             "vision": "image" in modalities,
         }
         assert supported.keys() == CAPABILITIES
