@@ -286,10 +286,99 @@ OPENAPI: dict[str, tuple[Any, Any, Any]] = {
     "every integer": ({"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}, 2**62, 0.5),
 }
 
+BOOLEANS = {"type": "array", "items": {"type": "boolean"}, "minItems": 2}
+STRINGS = {"type": "array", "items": STRING}
+OBJECTS = {"type": "array", "items": {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}}
+UNIQUE = {"uniqueItems": True}
+
+# `uniqueItems` apart from the `items` that it applies to.
+UNIQUE_ITEMS: dict[str, tuple[Any, Any, Any]] = {
+    "in another member": ({"allOf": [UNIQUE, BOOLEANS]}, [True, False], [True, True]),
+    "beside a reference": ({"$ref": "#/$defs/L", **UNIQUE, "$defs": {"L": STRINGS}}, ["a", "b"], ["a", "a"]),
+    "beside a reference to objects": (
+        {"$ref": "#/$defs/L", **UNIQUE, "$defs": {"L": OBJECTS}},
+        [{"a": 1}, {"a": 2}],
+        [{"a": 1}, {"a": 1}],
+    ),
+    "beside a chain of references": (
+        {"$ref": "#/$defs/K", **UNIQUE, "$defs": {"K": {"allOf": [{"$ref": "#/$defs/L"}]}, "L": STRINGS}},
+        ["a", "b"],
+        ["a", "a"],
+    ),
+    "in what is referred to": (
+        {"$ref": "#/$defs/U", "items": STRING, "$defs": {"U": {"type": "array", **UNIQUE}}},
+        ["a", "b"],
+        ["a", "a"],
+    ),
+    "beside alternatives": (
+        {"type": "array", **UNIQUE, "anyOf": [{"items": STRING}, {"items": NUMBER}]},
+        [1, 2],
+        [1, 1],
+    ),
+    "beside an alternative without items": (
+        {"type": "array", **UNIQUE, "anyOf": [{"items": STRING}, {"maxItems": 3}]},
+        [1, {"a": 1}],
+        [1, 1],
+    ),
+    "beside exclusive alternatives": (
+        {"type": "array", **UNIQUE, "oneOf": [BOOLEANS, {"type": "null"}]},
+        [True, False],
+        [False, False],
+    ),
+    "beside items and items of a member": (
+        {"type": "array", **UNIQUE, "items": STRING, "allOf": [{"items": {"maxLength": 1}}]},
+        ["a", "b"],
+        ["a", "a"],
+    ),
+    "beside free items and items of a member": (
+        {"type": "array", **UNIQUE, "items": {}, "allOf": [OBJECTS]},
+        [{"a": 1}],
+        [{"a": 1}, {"a": 1}],
+    ),
+    "beside first items of a member": (
+        {"type": "array", **UNIQUE, "items": STRING, "allOf": [{"prefixItems": [{"maxLength": 1}]}]},
+        ["a", "bc"],
+        ["a", "a"],
+    ),
+    "of a property": (
+        {
+            "type": "object",
+            "properties": {"a": {"allOf": [{"$ref": "#/$defs/L"}], **UNIQUE}, "b": {"$ref": "#/$defs/L"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+            "$defs": {"L": STRINGS},
+        },
+        {"a": ["x", "y"], "b": ["x", "x"]},
+        {"a": ["x", "x"], "b": ["x"]},
+    ),
+    "of items that may be anything": (
+        {"type": "array", **UNIQUE, "items": {"$ref": "#/$defs/any"}, "$defs": {"any": {"description": "x"}}},
+        [1, "a"],
+        [1, 1],
+    ),
+    "of items with an alternative that is anything": (
+        {"type": "array", **UNIQUE, "items": {"anyOf": [{"title": "x"}, STRING]}},
+        [1, "a"],
+        [1, 1],
+    ),
+    "of items with a member that is anything": ({"type": "array", **UNIQUE, "items": {"allOf": [{}]}}, [1], [1, 1]),
+    "of a first item that may be anything": ({"type": "array", **UNIQUE, "prefixItems": [True]}, [1, "a"], [1, 1]),
+    "of one alternative": ({"anyOf": [{**STRINGS, **UNIQUE}, {"type": "null"}]}, ["a"], ["a", "a"]),
+    "of an alternative that is referred to": (
+        {
+            "anyOf": [{"$ref": "#/$defs/U"}, {"type": "null"}],
+            "$defs": {"U": {"allOf": [{"$ref": "#/$defs/L"}], **UNIQUE}, "L": STRINGS},
+        },
+        ["a"],
+        ["a", "a"],
+    ),
+}
+
 ROWS = [
     *(pytest.param(TypeAdapter(type).json_schema(), *rest, id=f"pydantic {type}"[:60]) for type, *rest in PYDANTIC),
     *(pytest.param(*row, id=f"zod {name}") for name, row in ZOD.items()),
     *(pytest.param(*row, id=f"openapi {name}") for name, row in OPENAPI.items()),
+    *(pytest.param(*row, id=f"unique items {name}") for name, row in UNIQUE_ITEMS.items()),
 ]
 
 
@@ -358,6 +447,23 @@ def test_what_the_standard_leaves_open_is_enforced(schema: Any, text: str, allow
             {"type": "array", "uniqueItems": True, "items": {"type": "array", "uniqueItems": True, "items": STRING}},
             "json_schema.uniqueItems",
         ),
+        (
+            {"type": "array", "uniqueItems": True, "prefixItems": [{"type": "array", "uniqueItems": True}]},
+            "json_schema.uniqueItems",
+        ),
+        (
+            {"anyOf": [{**STRINGS, **UNIQUE}, {"type": "array", "items": {**STRINGS, **UNIQUE}}]},
+            "json_schema.anyOf[0].uniqueItems",
+        ),
+        ({**STRINGS, "anyOf": [UNIQUE, {"maxItems": 2}]}, "json_schema.anyOf[0].uniqueItems"),
+        (
+            {"allOf": [STRINGS, {"$ref": "#/$defs/A"}], "$defs": {"A": {"anyOf": [UNIQUE, {"maxItems": 2}]}}},
+            "json_schema.$defs.A.anyOf[0].uniqueItems",
+        ),
+        (
+            {"oneOf": [BOOLEANS, {"type": "null"}], "anyOf": [UNIQUE, {"maxItems": 2}]},
+            "json_schema.anyOf[0].uniqueItems",
+        ),
         ({"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, "json_schema.unevaluatedProperties"),
     ],
 )
@@ -365,6 +471,12 @@ def test_what_would_change_the_answer_is_rejected_by_name(schema: Any, name: str
     with pytest.raises(UnsupportedOption) as caught:
         build_json_schema_grammar(schema)
     assert caught.value.name == name
+
+
+def test_properties_of_members_keep_their_order() -> None:
+    member = {"properties": {"a": NUMBER}, "required": ["a"]}
+    schema = {"allOf": [member], "type": "object", "properties": {"b": NUMBER}, "required": ["b"]}
+    assert accepts(build_json_schema_grammar(schema), '{"a": 1, "b": 1}')
 
 
 def test_alternatives_that_refer_to_each_other_many_times_are_rejected_soon() -> None:

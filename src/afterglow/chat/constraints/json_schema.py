@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 from afterglow.chat.constraints.schema_analysis import (
     ALL_TYPES,
+    IN_PLACE_KEYWORDS,
     JsonSchema,
     are_disjoint,
     follow_references,
@@ -42,7 +44,8 @@ DEFINITION_KEYWORDS = frozenset({"$defs", "definitions"})
 SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", *DEFINITION_KEYWORDS})  # schemas by name
 COUNT_KEYWORDS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 BOUND_KEYWORDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-APPLICATOR_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+APPLICATOR_KEYWORDS = frozenset({*IN_PLACE_KEYWORDS, "$ref"})
+ITEM_KEYWORDS = frozenset({"items", "prefixItems", "additionalItems", "unevaluatedItems"})
 ENFORCED_KEYWORDS = (SCHEMA_KEYWORDS | SCHEMA_LIST_KEYWORDS | SCHEMA_MAP_KEYWORDS | COUNT_KEYWORDS) | {
     *("type", "enum", "const", "$ref", "required", "format", "pattern", "multipleOf", "uniqueItems", "nullable"),
     *BOUND_KEYWORDS,
@@ -91,6 +94,9 @@ INTEGER_FORMATS = {
 MAX_BOUND = 2**63 - 1024
 MAX_EXACT_INTEGER = 2**53
 
+SCALAR_TYPES = ["null", "boolean", "number", "string"]
+VALUE_TYPES = [*SCALAR_TYPES, "array", "object"]
+
 # llguidance has no look-around. Zod and pydantic write some: leading assertions become patterns of their own.
 LOOK_AHEAD = re.compile(r"\^?\(\?([=!])((?:[^()\\\[\]]|\\.|\[(?:[^\]\\]|\\.)*\])*)\)")
 _SECONDS = r"\d+([.,]\d+)?S"
@@ -121,7 +127,7 @@ def to_llguidance_schema(schema: JsonSchema) -> JsonSchema:
     """Return an enforceable schema in llguidance's form: it does not know `uniqueItems`, which the engine enforces.
 
     An array of unique items gets an alternative item that no text matches and the engine can find (see
-    `engine.sampling.json_text`).
+    `engine.sampling.json_text`). llguidance intersects the schemas that apply to an array: all with items must have it.
     """
     if not isinstance(schema, dict):
         return schema
@@ -144,17 +150,19 @@ class SchemaRewriter:
         self._schemas: dict[str, Any] = {}  # by URI: resources with an `$id`, and anchors
         self._bases: dict[int, str] = {}  # base URI of each subschema, by its identity
         self._locations: dict[int, str] = {}
-        self._definition_names: dict[int, str] = {}
+        # A schema that is referred to from arrays of unique items and from elsewhere has two definitions.
+        self._definition_names: dict[tuple[int, bool], str] = {}
         self._definitions: dict[str, JsonSchema] = {}
-        self._pending_definitions: list[tuple[str, dict[str, Any]]] = []
+        self._pending_definitions: list[tuple[str, dict[str, Any], bool]] = []
+        self._mentions_unique_items = False
         self._resolved_references = 0
         self._collect(root, where, "", 0)
 
     def rewrite_root(self) -> JsonSchema:
         result = self._rewrite(self._root, self._where)
         while self._pending_definitions:  # a list, because a long chain of references would exceed the recursion limit
-            name, target = self._pending_definitions.pop(0)
-            self._definitions[name] = self._rewrite(target, self._locations[id(target)])
+            name, target, is_unique = self._pending_definitions.pop(0)
+            self._definitions[name] = self._rewrite(target, self._locations[id(target)], is_unique)
         if isinstance(result, dict) and self._definitions:
             result["$defs"] = self._definitions
         return result
@@ -172,6 +180,7 @@ class SchemaRewriter:
         _check_keywords(schema, where, self._draft)
         base = self._record_names(schema, base if depth else "")
         self._bases[id(schema)], self._locations[id(schema)] = base, where
+        self._mentions_unique_items |= "uniqueItems" in schema
         for location, subschema in _list_subschemas(schema, where):
             self._collect(subschema, location, base, depth + 1)
 
@@ -208,32 +217,38 @@ class SchemaRewriter:
             return target
         raise UnsupportedOption(where, f"{reference} does not refer to a schema of this document")
 
-    def _define(self, schema: dict[str, Any]) -> JsonSchema:
+    def _define(self, schema: dict[str, Any], is_unique: bool) -> JsonSchema:
         """Return a reference to the definition of the schema that `$ref` of a schema refers to."""
         target = self.resolve(schema)
         if isinstance(target, bool):
             return target
-        name = self._definition_names.get(id(target))
+        key = (id(target), is_unique)
+        name = self._definition_names.get(key)
         if name is None:
-            name = self._definition_names[id(target)] = f"d{len(self._definition_names)}"
+            name = self._definition_names[key] = f"d{len(self._definition_names)}"
             self._definitions[name] = True  # reserves the position; replaced by `rewrite_root`
-            self._pending_definitions.append((name, target))
+            self._pending_definitions.append((name, target, is_unique))
         return {"$ref": f"#/$defs/{name}"}
 
     # --- keywords
 
-    def _rewrite(self, schema: JsonSchema, where: str) -> JsonSchema:
+    def _rewrite(self, schema: JsonSchema, where: str, is_unique: bool = False) -> JsonSchema:
+        """Return the schema without keywords that cannot be enforced. With `is_unique`, a schema around it that applies
+        to the same instance has `uniqueItems`.
+        """
         if isinstance(schema, bool):
             return schema
-        if "$ref" in schema and self._draft <= 7:
-            return self._define(schema)  # its siblings have no meaning in these drafts
-        kept = {
-            key: value
-            for key, value in schema.items()
-            if key in ENFORCED_KEYWORDS and key not in DEFINITION_KEYWORDS and key not in ("propertyNames", "not")
-        }
-        result = _map_subschemas(kept, self._rewrite, where)
-        self._rewrite_reference(schema, result)
+        enforced = ENFORCED_KEYWORDS & set(schema) - DEFINITION_KEYWORDS
+        if "$ref" in schema and (self._draft <= 7 or enforced == {"$ref"}):  # siblings have no meaning in these drafts
+            return self._define(schema, is_unique)
+        is_outermost = not is_unique
+        is_unique = is_unique or self._has_unique_items_in_place(schema)
+        kept = {key: value for key, value in schema.items() if key in enforced - {"propertyNames", "not"}}
+        result: dict[str, Any] = {}
+        for key, value in kept.items():  # their order decides on that of properties
+            is_part_unique = is_unique and key in IN_PLACE_KEYWORDS
+            result |= _map_subschemas({key: value}, partial(self._rewrite, is_unique=is_part_unique), where)
+        self._rewrite_reference(schema, result, is_unique)
         _rewrite_counts(result, where)
         _rewrite_items(result)
         _rewrite_format(result, where)
@@ -241,16 +256,16 @@ class SchemaRewriter:
         _rewrite_pattern(result)
         _rewrite_unevaluated(result, where)
         self._rewrite_one_of(schema, result, where)
-        self._rewrite_unique_items(schema, result, where)
+        self._rewrite_unique_items(schema, result, where, is_unique, is_outermost)
         self._rewrite_property_names(schema, result, where)
         if not _rewrite_not(schema, result, where):
             return False
         return _rewrite_nullable(result, where)
 
-    def _rewrite_reference(self, schema: dict[str, Any], result: dict[str, Any]) -> None:
+    def _rewrite_reference(self, schema: dict[str, Any], result: dict[str, Any], is_unique: bool) -> None:
         if "$ref" not in schema:
             return
-        target = self._define(schema)
+        target = self._define(schema, is_unique)
         if isinstance(target, bool):
             del result["$ref"]
             result["allOf"] = [*result.get("allOf", []), target]
@@ -276,29 +291,79 @@ class SchemaRewriter:
         else:
             result.update(any_of)
 
-    def _rewrite_unique_items(self, schema: dict[str, Any], result: dict[str, Any], where: str) -> None:
-        """Keep `uniqueItems` if the engine has to enforce it."""
+    def _has_unique_items_in_place(self, schema: dict[str, Any]) -> bool:
+        """Whether every array that matches a schema has unique items: by itself, a reference or a member of `allOf`.
+
+        Raise `UnsupportedOption` if that depends on an alternative and the items do not.
+        """
+        if not self._mentions_unique_items:
+            return False
+        parts = self._list_in_place(schema, ("allOf",))
+        if any(part.get("uniqueItems") for part in parts):
+            return True
+        alternatives = [
+            self._list_in_place({keyword: part[keyword]}, IN_PLACE_KEYWORDS)
+            for part in parts
+            for keyword in ("anyOf", "oneOf")
+            if keyword in part
+        ]
+        sources = [[part] for part in parts if ITEM_KEYWORDS & set(part)]
+        sources += [
+            choices for choices in alternatives if any({"uniqueItems", *ITEM_KEYWORDS} & set(c) for c in choices)
+        ]
+        unique = [choice for choices in alternatives for choice in choices if choice.get("uniqueItems")]
+        if not unique or "array" not in get_types(schema, self.resolve):
+            return False
+        where = f"{self._locations[id(unique[0])]}.uniqueItems"
+        if len(sources) > 1:
+            raise UnsupportedOption(where, "an alternative must have it together with its `items`")
+        if any(self._contains_unique_items(part) for source in sources for part in source):
+            raise UnsupportedOption(
+                where, "arrays of unique items cannot contain each other, nor an alternative to them"
+            )
+        return False
+
+    def _list_in_place(self, schema: dict[str, Any], keywords: tuple[str, ...]) -> list[dict[str, Any]]:
+        """Return the schemas that apply to the same instance, but those whose keywords a `$ref` replaces."""
+        parts = iter_in_place(schema, self.resolve, keywords)
+        return [part for part in parts if "$ref" not in part or self._draft > 7]
+
+    def _rewrite_unique_items(
+        self, schema: dict[str, Any], result: dict[str, Any], where: str, is_unique: bool, is_outermost: bool
+    ) -> None:
+        """Set `uniqueItems` if the engine has to enforce it: at the items of each schema that applies to the array.
+
+        The outermost of these schemas gets items if it has none: an alternative may have none either.
+        """
         unique = result.pop("uniqueItems", False)
         if not isinstance(unique, bool):
             raise InvalidArgument(f"{where}.uniqueItems", f"must be true or false, not {unique!r}")
-        if not unique or "array" not in get_types(schema, self.resolve) or result.get("maxItems", 2) < 2:
+        if not is_unique or "array" not in get_types(schema, self.resolve) or result.get("maxItems", 2) < 2:
             return
-        if "items" not in result and "prefixItems" not in result:
-            result["items"] = {}
-        if result.get("items") in (True, {}):
-            result["items"] = {"type": ["null", "boolean", "number", "string"]}
-        values = None if "prefixItems" in result else list_values(schema.get("items"), self.resolve)
+        has_prefix = bool(result.get("prefixItems"))
+        if not has_prefix and result.get("items", True) in (True, {}):
+            if not is_outermost:
+                return
+            others = self._list_in_place(schema, IN_PLACE_KEYWORDS)[1:]
+            has_other_items = any(ITEM_KEYWORDS & set(part) for part in others)
+            result["items"] = {"type": VALUE_TYPES if has_other_items else SCALAR_TYPES}
+        if has_prefix:
+            result["prefixItems"] = [_declare_types(item) for item in result["prefixItems"]]
+        else:
+            result["items"] = _declare_types(result["items"])
+        values = None if has_prefix else list_values(schema.get("items"), self.resolve)
         if values is not None:
             if len(values) < result.get("minItems", 0):
                 raise InvalidArgument(f"{where}.minItems", f"is more than the {len(values)} different items")
             result["maxItems"] = min(len(values), result.get("maxItems", len(values)))
-        elif self._has_unique_items(schema.get("items")):
+        elif self._contains_unique_items(schema):
             raise UnsupportedOption(f"{where}.uniqueItems", "arrays of unique items cannot contain each other")
         result["uniqueItems"] = True
 
-    def _has_unique_items(self, schema: Any) -> bool:
-        """Whether an array of unique items is a part of this schema."""
-        pending, visited = [schema], set()
+    def _contains_unique_items(self, schema: dict[str, Any]) -> bool:
+        """Whether the items of a schema are or contain arrays of unique items."""
+        items = {key: schema[key] for key in ITEM_KEYWORDS & set(schema)}
+        pending, visited = [subschema for _, subschema in _list_subschemas(items, "")], set()
         while pending:
             part = pending.pop()
             if not isinstance(part, dict) or id(part) in visited:
@@ -457,6 +522,14 @@ def _rewrite_items(result: dict[str, Any]) -> None:
         result["prefixItems"] = result.pop("items")
         if others is not None:
             result["items"] = others
+
+
+def _declare_types(item: JsonSchema) -> JsonSchema:
+    """Name all types in a schema that matches everything: llguidance would drop the alternatives to it."""
+    if item is True:
+        return {"type": VALUE_TYPES}
+    is_open = get_types(item, lambda reference: False) == frozenset(ALL_TYPES)  # a reference keeps its alternatives
+    return {**item, "type": VALUE_TYPES} if is_open and "type" not in item else item
 
 
 def _rewrite_format(result: dict[str, Any], where: str) -> None:

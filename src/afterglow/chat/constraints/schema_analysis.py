@@ -12,6 +12,7 @@ JsonSchema: TypeAlias = Any  # an object, or True or False
 Resolver: TypeAlias = Callable[[dict[str, Any]], JsonSchema]  # returns the target of a schema's `$ref`
 
 ALL_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+IN_PLACE_KEYWORDS = ("allOf", "anyOf", "oneOf")  # lists of schemas that apply to the same instance
 MAX_NESTED_SCHEMAS = 16  # references and subschemas in place that are followed
 
 
@@ -49,8 +50,13 @@ def list_conjuncts(schema: JsonSchema, resolve: Resolver, depth: int = MAX_NESTE
     return [schema, *(conjunct for member in members for conjunct in list_conjuncts(member, resolve, depth - 1))]
 
 
-def iter_in_place(schema: JsonSchema, resolve: Resolver) -> Iterator[dict[str, Any]]:
-    """Yield the schemas that apply to the same instance: the schema, references, and subschemas in place."""
+def iter_in_place(
+    schema: JsonSchema, resolve: Resolver, keywords: Iterable[str] = IN_PLACE_KEYWORDS
+) -> Iterator[dict[str, Any]]:
+    """Yield the schemas that apply to the same instance: the schema, references, and subschemas in place.
+
+    With the keyword `allOf` alone, these are schemas of which an instance matches all.
+    """
     pending, visited = [schema], set()
     while pending:
         part = pending.pop(0)
@@ -58,7 +64,7 @@ def iter_in_place(schema: JsonSchema, resolve: Resolver) -> Iterator[dict[str, A
             visited.add(id(part))
             yield part
             pending += [resolve(part)] if "$ref" in part else []
-            pending += [choice for keyword in ("allOf", "anyOf", "oneOf") for choice in part.get(keyword, ())]
+            pending += [choice for keyword in keywords for choice in part.get(keyword, ())]
 
 
 def get_types(schema: JsonSchema, resolve: Resolver, depth: int = MAX_NESTED_SCHEMAS) -> frozenset[str]:
