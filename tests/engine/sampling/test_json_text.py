@@ -85,6 +85,7 @@ def test_random_texts_have_unique_items_and_no_dead_end(schema: Any, compiler: A
         (unique({"type": "string"}), '["ü", "u"]', '["ü", "ü"]'),
         (unique({"type": "number"}), "[1, 10, 1.5, -1]", "[1.0, 1]"),
         (unique({"type": "number"}), "[1, 12]", "[1, 2, 1.00]"),
+        (unique({"type": "number"}), "[0.5, 0.50000000000000011]", "[0.5, 0.50000000000000001]"),
         (unique({"type": ["integer", "boolean"]}), "[1, true, 0, false]", "[true, 1, true]"),
         (unique({"type": "object"}), '[{"a": 1}, {"a": 2}]', '[{"a": 1, "b": 2}, {"b": 2, "a": 1.0}]'),
         ({"type": "array", "items": {"type": "string"}}, '["a", "a"]', '["a", 1]'),
@@ -110,6 +111,76 @@ def test_a_comma_is_forbidden_when_no_other_item_is_left() -> None:
     allowed = bytes(token for token in matcher.get_allowed_tokens() if token < 256)
     assert b"]" in allowed
     assert b"," not in allowed
+
+
+FRACTION = {"type": "number", "minimum": 0, "maximum": 1}
+RECORD = {"type": "object", "properties": {"a": FRACTION}, "required": ["a"], "additionalProperties": False}
+
+
+PAIR = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"],
+        "additionalProperties": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("items", "start"),
+    [
+        (FRACTION, "[1,"),
+        (FRACTION, "[1,0,"),
+        ({"type": "number"}, "[0,"),
+        ({"type": "number"}, "[0, -0.5, 1,"),
+        (RECORD, '[{"a":1},'),
+        (RECORD, '[{"a": 1.00},'),
+        (RECORD, '[{"a":0},{"a":1},'),
+        (PAIR, '[{"a":0,"b":0},'),
+        ({"type": "array", "items": FRACTION, "minItems": 2, "maxItems": 2}, "[[1,0],"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("compiler", [BYTES, MERGED], ids=["bytes", "merged"])
+@pytest.mark.parametrize("preferred", ["1.0e", "01.e", "0.e-", "e-0.1", "-0.e"])
+def test_a_model_that_prefers_equal_numbers_completes_other_items(
+    items: Any, start: str, compiler: Any, preferred: str
+) -> None:
+    matcher = compiler.compile(GrammarConstraint(grammar=build_json_schema_grammar(unique(items, minItems=4))))
+    text = start.encode()
+    for byte in text:
+        matcher.accept(byte)
+    while not matcher.is_finished and len(text) < 400:
+        allowed = matcher.get_allowed_tokens()
+        token = next((byte for byte in b"]" + preferred.encode() if byte in allowed), int(allowed[0]))
+        matcher.accept(token)
+        text += MERGED_VOCABULARY.pieces[token]
+    values = json.loads(text)
+    assert len(values) >= 4
+    assert not find_duplicates(unique(items), values)
+
+
+@pytest.mark.parametrize("zero", ["0", "-0", "0.0", "0e45", "0E-12", "0.00e+7"])
+@pytest.mark.parametrize("other", ["0", "-0.000", "0e1", "-0.0e99"])
+def test_zeros_are_equal_in_every_spelling(zero: str, other: str) -> None:
+    grammar = build_json_schema_grammar(unique({"type": "number"}))
+    assert accepts(grammar, f"[{zero}, 1]")
+    assert not accepts(grammar, f"[{zero}, {other}]")
+    assert not accepts(grammar, f"[{zero}, 1, {other}]")
+
+
+def test_exponents_of_zero_are_not_tried_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher = BYTES.compile(GrammarConstraint(grammar=build_json_schema_grammar(unique({"type": "number"}))))
+    for byte in b"[0, 0":
+        matcher.accept(byte)
+    calls = []
+    monkeypatch.setattr(json_text, "get_allowed_tokens", lambda *args: calls.append(1) or get_allowed_tokens(*args))
+    allowed = bytes(token for token in matcher.get_allowed_tokens() if token < 256)
+    assert b"." in allowed
+    assert b"e" not in allowed
+    assert len(calls) < 20
+
+
+def test_an_exponent_has_few_digits_in_an_array_of_unique_numbers() -> None:
+    grammar = build_json_schema_grammar(unique({"type": "number"}))
+    assert accepts(grammar, "[1, 1e23]")
+    assert not accepts(grammar, "[1, 1e234]")
+    assert not accepts(grammar, "[0, 0e-6043537625700941019]")
 
 
 def test_long_items_are_compared_completely() -> None:
@@ -183,8 +254,13 @@ LONG = "1234567890" * 4
 @pytest.mark.parametrize(
     ("schema", "text", "allowed"),
     [
-        ({"type": "integer"}, LONG[:MAX_INTEGER_DIGITS], True),
+        ({"type": "integer"}, str(2**63 - 1), True),
+        ({"type": "integer"}, str(2**63), False),
+        ({"type": "integer"}, str(1 - 2**63), True),
+        ({"type": "integer"}, str(-(2**64)), False),
         ({"type": "integer"}, LONG[: MAX_INTEGER_DIGITS + 1], False),
+        ({"type": "integer", "minimum": 10**18, "maximum": 2**62}, str(2**60), True),
+        ({"type": "object"}, f'{{"a": {2**63}}}', False),
         ({"type": "number"}, f"-0.{LONG[:MAX_FRACTION_DIGITS]}", True),
         ({"type": "number"}, f"0.{LONG[: MAX_FRACTION_DIGITS + 1]}", False),
         ({"type": "number"}, f"{LONG[:MAX_INTEGER_DIGITS]}.{LONG[:MAX_FRACTION_DIGITS]}", True),

@@ -2,7 +2,7 @@
 keywords that have an equivalent, drops annotations, and rejects the rest by name, so that no keyword is ignored.
 
 A rewritten schema is standard JSON Schema (2020-12) without references to other documents. Every instance of it is an
-instance of the original; the reverse does not hold (properties have an order, numbers have no more than 64 bits).
+instance of the original; the reverse does not hold (properties have an order, integers have 64 bits).
 
 The keyword lists come from JSON-Schema-Test-Suite and experiments (tests/chat/constraints/test_json_schema.py).
 """

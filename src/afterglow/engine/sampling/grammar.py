@@ -108,10 +108,10 @@ class CompiledGrammar:
     def start(self) -> GrammarPosition:
         """Return the position at the beginning of the grammar."""
         limiters: list[NumberLimiter | UniqueItemLimiter] = []
+        if self._is_json:  # first: an item must become unique with the digits that are left
+            limiters.append(NumberLimiter(self._piece_index))
         if self._probe is not None:
             limiters.append(UniqueItemLimiter(self._piece_index, self._tokenizer, self._probe.deep_copy()))
-        if self._is_json:  # last: it yields if only a longer number makes an item unique
-            limiters.append(NumberLimiter(self._piece_index))
         return GrammarPosition(self._matcher.deep_copy(), limiters, len(self._piece_index.pieces))
 
     def start_after(self, prefix: bytes) -> GrammarPosition:

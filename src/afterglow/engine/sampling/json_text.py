@@ -1,6 +1,7 @@
 """Limits of JSON text that a grammar cannot express: unique array items, and numbers of bounded length.
 
-Both remove tokens from those that the grammar allows, and never all of them unless the schema has no instance.
+Both remove tokens from those that the grammar allows, and never all of them unless the schema has no instance. Unique
+items are found among items with numbers of bounded length: no item gets another value only by digits without end.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from afterglow.engine.types.constraints import UNIQUE_ITEM_PLACEHOLDER, TokenByt
 from afterglow.errors import InvalidGrammar
 
 WHITESPACE, DIGITS = b" \t\n\r", b"0123456789"
-MAX_INTEGER_DIGITS, MAX_FRACTION_DIGITS, MAX_EXPONENT_DIGITS = 20, 17, 2
-MAX_NUMBER_BYTES = MAX_INTEGER_DIGITS + MAX_FRACTION_DIGITS
-NUMBER_START = tuple(bytes([byte]) for byte in b"-0123456789")
-NUMBER_END = re.compile(rb"(\.|[eE][+-]?|)([0-9]+)$")
+MAX_INTEGER = 2**63 - 1
+MAX_INTEGER_DIGITS, MAX_FRACTION_DIGITS, MAX_EXPONENT_DIGITS = 19, 17, 2
+NUMBER = re.compile(rb"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+NUMBER_START, NUMBER_BYTES = b"-" + DIGITS, b"+-.eE" + DIGITS
+NUMBER_END = re.compile(rb"((?<=[0-9])(?:\.|[eE][+-]?)|)([0-9]*)$")  # matches every text
+ZERO_WITH_EXPONENT = re.compile(rb"-?0(\.0*)?[eE]0*")
 MAX_SEARCH_NODES = 400  # per step, to find out which tokens leave only repetitions: about 0.1 s
 MAX_TOKENS_TO_TRY = 256  # of more tokens, only those that look like the end or a part of an item are tried
 ITEM_INDENTS = (b"", b" ", b"\n", b"\n ", b"\n  ", b"\n    ", b"\n\t")
@@ -95,6 +98,24 @@ class PieceIndex:
             end += 1
         return order[start:end]
 
+    def drop_long_numbers(self, tokens: NDArray[np.intp], text: bytes) -> NDArray[np.intp]:
+        """Return the tokens without digits that would make the number at the end of a text too long.
+
+        All tokens if no other ones are left: the grammar wants a longer number.
+        """
+        end = NUMBER_END.search(text)
+        if end is None or not end[0]:
+            return tokens
+        separator, digits = end.groups()
+        limit = {b"": MAX_INTEGER_DIGITS, b".": MAX_FRACTION_DIGITS}.get(separator, MAX_EXPONENT_DIGITS)
+        missing = max(0, limit - len(digits))
+        counts = self.leading_digits[tokens]
+        is_kept = counts <= missing
+        if not separator and missing:
+            for position in np.flatnonzero(counts == missing):
+                is_kept[position] = int(digits + self.pieces[tokens[position]][:missing]) <= MAX_INTEGER
+        return tokens[is_kept] if is_kept.any() else tokens
+
     def prepare(self, *, unique_items: bool) -> None:
         """Compute what the limiters need, on the thread that compiles grammars."""
         names = ("quotes", "ends_string_and_more", "has_closing", "is_whitespace", "sorted_pieces")
@@ -116,13 +137,9 @@ class NumberLimiter:
 
     def restrict(self, tokens: NDArray[np.intp], matcher: llguidance.LLMatcher) -> NDArray[np.intp]:
         """Return the allowed tokens without digits that would make the current number too long."""
-        end = NUMBER_END.search(self._tail)
-        if end is None:
-            return tokens
-        limit = {b"": MAX_INTEGER_DIGITS, b".": MAX_FRACTION_DIGITS}.get(end[1], MAX_EXPONENT_DIGITS)
-        others = tokens[self._index.leading_digits[tokens] <= max(0, limit - len(end[2]))]
+        others = self._index.drop_long_numbers(tokens, self._tail)
         # In a string, a quote or a letter can follow; the digits of a string are not limited.
-        if not len(others) or len(others) == len(tokens) or any(map(matcher.validate_tokens, self._text_tokens)):
+        if len(others) == len(tokens) or any(map(matcher.validate_tokens, self._text_tokens)):
             return tokens
         return others
 
@@ -133,7 +150,8 @@ class ItemReader:
 
     values: frozenset[Any] = frozenset()  # of the items before the current one
     texts: tuple[bytes, ...] = ()
-    text: bytes = b""  # of the current item, without white space around its tokens
+    text: bytes = b""  # of the current item, without white space around its tokens; complete numbers are normalized
+    number_start: int | None = None  # position in `text` of a number that may go on
     depth: int = 0
     in_string: bool = False
     is_escaped: bool = False
@@ -151,12 +169,11 @@ class ItemReader:
 
     def _feed_byte(self, byte: bytes) -> None:
         if self.in_string:
-            self.text += byte
-            self.in_string = byte != b'"' or self.is_escaped
-            self.is_escaped = byte == b"\\" and not self.is_escaped
-            if not self.in_string and self.depth == 0:
-                self._complete()
+            self._feed_string(byte)
             return
+        if self.number_start is not None and byte not in NUMBER_BYTES:
+            self.text = self.text[: self.number_start] + normalize_number(self.number)
+            self.number_start = None
         is_separator = byte in WHITESPACE or byte in b",]"
         if self.depth == 0 and is_separator:
             if self.text and not self.is_complete:
@@ -166,6 +183,8 @@ class ItemReader:
             elif byte == b"," and not self.has_duplicate:
                 self.values, self.texts = self.values | {parse_value(self.text)}, (*self.texts, self.text)
                 self.text, self.is_complete = b"", False
+        elif self.number_start is not None or byte in NUMBER_START:
+            self._feed_number(byte)
         elif byte not in WHITESPACE:
             self.text += byte
             self.in_string = byte == b'"'
@@ -173,20 +192,60 @@ class ItemReader:
             if self.depth == 0 and byte in b"}]":
                 self._complete()
 
+    def _feed_string(self, byte: bytes) -> None:
+        self.text += byte
+        self.in_string = byte != b'"' or self.is_escaped
+        self.is_escaped = byte == b"\\" and not self.is_escaped
+        if not self.in_string and self.depth == 0:
+            self._complete()
+
+    def _feed_number(self, byte: bytes) -> None:
+        if self.number_start is None:
+            self.number_start = len(self.text)
+        elif ZERO_WITH_EXPONENT.fullmatch(self.number):  # zero with every exponent
+            byte = b"0" if byte in DIGITS else b""
+        self.text += byte
+
     def _complete(self) -> None:
         self.is_complete = True
         self.has_duplicate = parse_value(self.text) in self.values
+
+    @property
+    def number(self) -> bytes:
+        """The number that may go on; empty if there is none."""
+        return b"" if self.number_start is None else self.text[self.number_start :]
 
     @property
     def may_become_duplicate(self) -> bool:
         """Whether the current item may still become equal to another one."""
         if self.is_complete or self.is_closed:
             return False
-        if len(self.text) > MAX_NUMBER_BYTES and self.text[:1] in NUMBER_START:
-            return False  # zeros without end: `NumberLimiter` ends them
-        return any(text.startswith(self.text) for text in self.texts) or (
-            self.text[:1] in NUMBER_START and parse_value(self.text) in self.values
-        )
+        return any(text.startswith(self.text) for text in self.texts) or self._has_equal_number()
+
+    def _has_equal_number(self) -> bool:
+        """Whether an earlier item has the same text before the current number, and an equal number there."""
+        if self.number_start is None:
+            return False
+        prefix, is_complete = self.text[: self.number_start], self.number[-1:] in DIGITS
+        number = normalize_number(self.number) if is_complete else None
+        found = (NUMBER.match(text, len(prefix)) for text in self.texts if text.startswith(prefix))
+        return any(other is not None and number in (None, other[0]) for other in found)
+
+
+def normalize_number(text: bytes) -> bytes:
+    """Return a number as text that is the same for equal numbers. Fractions have the precision of 64-bit floats.
+
+    >>> normalize_number(b"-0.0"), normalize_number(b"1.50e1"), normalize_number(b"0.10000000000000000001")
+    (b'0', b'15', b'0.1')
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:  # more digits than Python converts
+        return text
+    if value == 0 or isinstance(value, int):
+        return b"%d" % value
+    written = f"{Decimal(repr(value)):f}"
+    return written.removesuffix(".0").encode()
 
 
 def parse_value(text: bytes) -> Any:
@@ -196,15 +255,17 @@ def parse_value(text: bytes) -> Any:
     True
     """
     try:
-        return _freeze(json.loads(text.rstrip(b"."), parse_int=Decimal, parse_float=Decimal))
-    except (ValueError, RecursionError, ArithmeticError):
+        return _freeze(json.loads(text))
+    except (ValueError, RecursionError):
         return ("text", text)
 
 
 def _freeze(value: Any) -> Any:
     if isinstance(value, dict):
         return ("object", frozenset((key, _freeze(item)) for key, item in value.items()))
-    return ("array", *map(_freeze, value)) if isinstance(value, list) else (type(value).__name__, value)
+    if isinstance(value, list):
+        return ("array", *map(_freeze, value))
+    return ("number" if type(value) in (int, float) else type(value).__name__, value)
 
 
 class UniqueItemLimiter:
@@ -316,6 +377,7 @@ class UniqueItemLimiter:
             position.consume_token(token)
             tokens = get_allowed_tokens(position, len(self._index.pieces))
             tokens = tokens[~self._index.is_whitespace[tokens]]
+            tokens = self._index.drop_long_numbers(tokens, after.number)
             suspects = self._find_suspects(tokens, after)
             if len(suspects) < len(tokens):
                 # Whether there is another item depends on the number of items, not on what they are.
