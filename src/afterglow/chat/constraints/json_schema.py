@@ -85,14 +85,16 @@ FORMAT_PATTERNS = {
     **{f"uuid{version}": UUID_PATTERN % f"{version}[0-9a-fA-F]{{3}}" for version in range(1, 9)},
 }
 NAME_FORMAT_PATTERNS = {**FORMAT_PATTERNS, "uuid": UUID_PATTERN % "[0-9a-fA-F]{4}"}
-INTEGER_FORMATS = {
-    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
-}
 # llguidance computes bounds as 64-bit floats and then as 64-bit integers: the largest float below 2^63, and the range
 # in which floats are exact integers.
 MAX_BOUND = 2**63 - 1024
 MAX_EXACT_INTEGER = 2**53
+INTEGER_FORMATS = {
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)},
+    "int64": (-MAX_BOUND, MAX_BOUND),
+    "uint64": (0, MAX_BOUND),
+}
 
 SCALAR_TYPES = ["null", "boolean", "number", "string"]
 VALUE_TYPES = [*SCALAR_TYPES, "array", "object"]
@@ -251,8 +253,8 @@ class SchemaRewriter:
         self._rewrite_reference(schema, result, is_unique)
         _rewrite_counts(result, where)
         _rewrite_items(result)
-        _rewrite_format(result, where)
         _rewrite_bounds(result, where)
+        _rewrite_format(result, where)
         _rewrite_pattern(result)
         _rewrite_unevaluated(result, where)
         self._rewrite_one_of(schema, result, where)
