@@ -13,6 +13,7 @@ import json
 import pathlib
 import re
 import uuid
+from random import Random
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jsonschema
@@ -29,7 +30,7 @@ from afterglow.chat.tools.tool import parse_tools
 from afterglow.errors import InvalidArgument, RequestError, UnsupportedOption
 from afterglow.server.openai.responses import build_response_format
 from afterglow.server.openai.schema.responses import ResponseRequest
-from support.grammar_text import accepts
+from support.grammar_text import accepts, generate
 
 UUID4 = "9b2f1c3a-5d4e-4f6a-8b7c-0d1e2f3a4b5c"
 
@@ -422,8 +423,21 @@ def test_a_rewritten_shape_is_a_schema_with_the_same_verdicts(schema: Any, allow
         ({"type": "string", "format": "uuid4"}, json.dumps(UUID4.replace("-4f", "-1f")), False),
         ({"type": "integer", "format": "int32"}, str(2**31), False),
         ({"type": "integer", "format": "uint8"}, "-1", False),
+        ({"type": "string", "format": "uuid4"}, json.dumps(UUID4.replace("-8b", "-cb")), False),
+        ({"type": "string", "format": "uuid7"}, json.dumps(UUID4.replace("-4f", "-7f").replace("-8b", "-BB")), True),
         ({"type": "integer", "format": "int32", "maximum": 5}, "6", False),
+        ({"type": "integer", "format": "int32", "maximum": 5, "exclusiveMaximum": True}, "5", False),
+        ({"type": "integer", "format": "int64"}, str(2**62), True),
+        ({"type": "integer", "format": "uint64", "minimum": -5}, "-1", False),
         ({"type": "object", "propertyNames": {"format": "date"}}, '{"2023-02-29": 1}', False),
+        ({"type": "object", "propertyNames": {"format": "time"}}, '{"23:59:59.5+01:00": 1}', True),
+        ({"type": "object", "propertyNames": {"format": "time"}}, '{"23:59:59": 1}', False),
+        ({"type": "object", "propertyNames": {"format": "time"}}, '{"24:00:00Z": 1}', False),
+        ({"type": "object", "propertyNames": {"format": "date-time"}}, '{"2024-02-29T23:59:59Z": 1}', True),
+        ({"type": "object", "propertyNames": {"format": "date-time"}}, '{"2024-02-29T99:99:59Z": 1}', False),
+        ({"type": "object", "propertyNames": {"format": "date-time"}}, '{"2024-02-29T23:59:5": 1}', False),
+        ({"type": "object", "propertyNames": {"format": "date-time"}}, '{"2024-02-29T23:59:59+1:00": 1}', False),
+        ({"type": "object", "propertyNames": {"format": "uuid4"}}, json.dumps({UUID4.replace("-8b", "-7b"): 1}), False),
         # beyond the exact integers of a float
         ({"type": "integer", "minimum": 2**53 + 1}, str(2**53), False),
         ({"type": "integer", "exclusiveMaximum": 2**53}, str(2**53), False),
@@ -431,6 +445,16 @@ def test_a_rewritten_shape_is_a_schema_with_the_same_verdicts(schema: Any, allow
 )
 def test_what_the_standard_leaves_open_is_enforced(schema: Any, text: str, allowed: bool) -> None:
     assert accepts(build_json_schema_grammar(schema), text) is allowed
+
+
+@pytest.mark.parametrize("version", [1, 3, 4, 5, 6, 7, 8])
+def test_pydantic_accepts_every_uuid_of_a_version(version: int) -> None:
+    adapter = TypeAdapter(getattr(pydantic, f"UUID{version}"))
+    grammar = build_json_schema_grammar(adapter.json_schema())
+    for seed in range(20):
+        text = generate(grammar, Random(seed))
+        assert text is not None
+        assert adapter.validate_json(text).version == version
 
 
 @pytest.mark.parametrize(
@@ -497,7 +521,9 @@ def test_alternatives_that_are_both_nullable_overlap() -> None:
         build_json_schema_grammar({"oneOf": members})
 
 
-@pytest.mark.parametrize("keywords", [{"format": "ipv4"}, {"format": "date", "pattern": "^2"}])
+@pytest.mark.parametrize(
+    "keywords", [{"format": "ipv4"}, *({"format": name, "pattern": "^2"} for name in ("date", "uuid4"))]
+)
 def test_formats_of_names_are_enforced_or_rejected(keywords: dict[str, str]) -> None:
     with pytest.raises(UnsupportedOption, match="format"):
         build_json_schema_grammar({"type": "object", "propertyNames": {"type": "string", **keywords}})

@@ -70,8 +70,9 @@ DATE_PATTERN = (
     f"({YEAR_PATTERN}-(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|{YEAR_PATTERN}-(0[469]|11)-(0[1-9]|[12][0-9]|30)"
     f"|{YEAR_PATTERN}-02-(0[1-9]|1[0-9]|2[0-8])|{LEAP_YEAR_PATTERN}-02-29)"
 )
-TIME_PATTERN = "[0-9]{2}:[0-9]{2}:[0-5]"
-UUID_PATTERN = "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%s-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$"  # without the part with the version
+MINUTE_PATTERN = "([01][0-9]|2[0-3]):[0-5][0-9]"
+TIME_PATTERN = rf"{MINUTE_PATTERN}:[0-5][0-9](\.[0-9]+)?(Z|[+-]{MINUTE_PATTERN})"
+UUID_PATTERN = "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%s-[0-9a-fA-F]{12}$"  # without the parts with the version and variant
 # Formats that llguidance knows. All others are annotations.
 STRING_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
@@ -80,11 +81,12 @@ STRING_FORMATS = frozenset(
 # minute, and lower-case letters that many parsers reject. It does not know versions of UUIDs.
 FORMAT_PATTERNS = {
     "date": f"^{DATE_PATTERN}$",
-    "time": f"^{TIME_PATTERN}[^z]*$",
-    "date-time": f"^{DATE_PATTERN}T{TIME_PATTERN}[^z]*$",
-    **{f"uuid{version}": UUID_PATTERN % f"{version}[0-9a-fA-F]{{3}}" for version in range(1, 9)},
+    "time": f"^{TIME_PATTERN}$",
+    "date-time": f"^{DATE_PATTERN}T{TIME_PATTERN}$",
+    **{f"uuid{n}": UUID_PATTERN % f"{n}[0-9a-fA-F]{{3}}-[89abAB][0-9a-fA-F]{{3}}" for n in range(1, 9)},
 }
-NAME_FORMAT_PATTERNS = {**FORMAT_PATTERNS, "uuid": UUID_PATTERN % "[0-9a-fA-F]{4}"}
+# Formats of property names. llguidance has no format for names: the patterns must be complete.
+NAME_FORMAT_PATTERNS = {**FORMAT_PATTERNS, "uuid": UUID_PATTERN % "[0-9a-fA-F]{4}-[0-9a-fA-F]{4}"}
 # llguidance computes bounds as 64-bit floats and then as 64-bit integers: the largest float below 2^63, and the range
 # in which floats are exact integers.
 MAX_BOUND = 2**63 - 1024
@@ -414,10 +416,11 @@ class SchemaRewriter:
         keywords = {key: value for key, value in schema.items() if key not in {"type", *ANNOTATION_KEYWORDS}}
         if "format" in keywords:
             name = str(keywords.pop("format"))
-            if name in STRING_FORMATS and (name not in NAME_FORMAT_PATTERNS or "pattern" in keywords):
+            pattern = NAME_FORMAT_PATTERNS.get(name)
+            if (pattern is None and name in STRING_FORMATS) or (pattern is not None and "pattern" in keywords):
                 raise UnsupportedOption(f"{where}.format", f"{name!r} cannot be enforced for names here")
-            if name in NAME_FORMAT_PATTERNS:
-                keywords["pattern"] = NAME_FORMAT_PATTERNS[name]
+            if pattern is not None:
+                keywords["pattern"] = pattern
         match sorted(keywords):
             case []:
                 return None
