@@ -7,12 +7,13 @@ import threading
 
 import pytest
 
+from afterglow.chat.constraints.grammar import build_json_schema_grammar
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.process import EngineProcess
 from afterglow.engine.host.thread import EngineThread
 from afterglow.engine.sampling.grammar import GrammarCompiler
 from afterglow.engine.sampling.token_constraints import TokenConstraintFactory
-from afterglow.engine.types.constraints import GrammarConstraint
+from afterglow.engine.types.constraints import GrammarConstraint, convert_gbnf
 from afterglow.engine.types.request import Finished, Request
 from afterglow.errors import Cancelled, InvalidArgument, InvalidGrammar
 from afterglow.llama.sampling import Sampling
@@ -71,6 +72,25 @@ def test_a_gbnf_grammar_of_the_sampling_parameters_is_enforced(temperature):
 def test_an_invalid_gbnf_grammar_is_rejected(grammar):
     with pytest.raises(InvalidGrammar):
         ask(Engine(FakeBackend()), [5], sampling=Sampling(grammar=grammar))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    ["start: start", convert_gbnf("root ::= root"), build_json_schema_grammar({"$ref": "#"})],
+    ids=["lark", "gbnf", "schema"],
+)
+def test_a_grammar_without_texts_is_an_error_in_plain_words(grammar):
+    with pytest.raises(InvalidGrammar) as caught:
+        BYTES.compile(GrammarConstraint(grammar=grammar)).get_allowed_tokens()
+    assert str(caught.value) == "invalid grammar: no text continues it here"
+
+
+def test_an_error_shows_the_place_in_the_grammar():
+    with pytest.raises(InvalidGrammar) as caught:
+        BYTES.compile(GrammarConstraint(grammar="start: name"))
+    assert 'unknown name: "name"' in str(caught.value)
+    assert "1 | start: name" in str(caught.value)
+    assert "<grammar>" not in str(caught.value)
 
 
 def test_a_gbnf_grammar_beside_another_constraint_is_rejected():

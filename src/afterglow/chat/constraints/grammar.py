@@ -13,7 +13,7 @@ import llguidance
 
 from afterglow.chat.constraints.json_schema import to_enforceable_schema, to_llguidance_schema
 from afterglow.chat.output.reasoning import ReasoningFormat
-from afterglow.engine.types.constraints import convert_gbnf
+from afterglow.engine.types.constraints import convert_gbnf, describe_grammar_error
 from afterglow.errors import InvalidArgument, InvalidGrammar, UnsupportedOption
 
 # One llguidance grammar, {"lark_grammar": …} or {"json_schema": …}; "others" lists the grammars that it refers to.
@@ -174,7 +174,7 @@ def validate_spec(spec: GrammarSpec) -> None:
     if is_invalid and "Unimplemented keys" in messages[0]:
         raise UnsupportedOption("json_schema", f"cannot enforce {messages[0].partition(':')[2].strip()}")
     if is_invalid:
-        raise InvalidGrammar(messages[0])
+        raise InvalidGrammar(describe_grammar_error(messages[0]))
 
 
 def flatten_spec(spec: GrammarSpec) -> list[GrammarSpec]:

@@ -22,7 +22,7 @@ from afterglow.engine.sampling.json_text import (
     get_allowed_tokens,
 )
 from afterglow.engine.sampling.stops import StopMatcher
-from afterglow.engine.types.constraints import GrammarConstraint, TokenBytes
+from afterglow.engine.types.constraints import GrammarConstraint, TokenBytes, describe_grammar_error
 from afterglow.errors import InvalidGrammar
 
 MAX_CACHED_CONSTRAINTS = 32  # agents use the same schemas again and again
@@ -126,7 +126,7 @@ class CompiledGrammar:
 def _compile(tokenizer: llguidance.LLTokenizer, grammar: str) -> llguidance.LLMatcher:
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
     if matcher.is_error():
-        raise InvalidGrammar(matcher.get_error())
+        raise InvalidGrammar(describe_grammar_error(matcher.get_error()))
     return matcher
 
 
@@ -180,7 +180,7 @@ class GrammarPosition:
 
     def _raise_on_error(self) -> None:
         if self._matcher.is_error():
-            raise InvalidGrammar(self._matcher.get_error())
+            raise InvalidGrammar(describe_grammar_error(self._matcher.get_error()))
 
 
 class GrammarMatcher:

@@ -20,7 +20,7 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.engine.types.constraints import UNIQUE_ITEM_PLACEHOLDER, TokenBytes
+from afterglow.engine.types.constraints import UNIQUE_ITEM_PLACEHOLDER, TokenBytes, describe_grammar_error
 from afterglow.errors import InvalidGrammar
 
 WHITESPACE, DIGITS = b" \t\n\r", b"0123456789"
@@ -309,7 +309,8 @@ class UniqueItemLimiter:
 
     def _consume(self, tokens: list[int]) -> None:
         if not self._probe.consume_tokens(tokens):
-            raise InvalidGrammar(f"its array items cannot be told apart: {self._probe.get_error()}")
+            error = describe_grammar_error(self._probe.get_error())
+            raise InvalidGrammar(f"its array items cannot be told apart: {error}")
 
     def restrict(self, tokens: NDArray[np.intp], matcher: llguidance.LLMatcher) -> NDArray[np.intp]:
         """Return the allowed tokens without those that repeat an item, or that leave only repetitions."""

@@ -59,6 +59,16 @@ def convert_gbnf(text: str) -> str:
     return lark
 
 
+def describe_grammar_error(message: str) -> str:
+    """Return an error message of llguidance without its internal state and the grammar.
+
+    >>> describe_grammar_error("ParserTooComplex: 9 items\\n<state>\\nTokens: 1\\n</state><grammar>\\n…\\n</grammar>")
+    'ParserTooComplex: 9 items'
+    """
+    reason = message.partition("\n<state>\n")[0].strip()
+    return "no text continues it here" if reason == "NoExtensionBias" else reason
+
+
 class TokenBytes(Protocol):
     """Tokens of a vocabulary as bytes, for compiling grammars."""
 
