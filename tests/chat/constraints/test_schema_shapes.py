@@ -284,6 +284,9 @@ OPENAPI: dict[str, tuple[Any, Any, Any]] = {
     "closed object": ({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": False}, {"a": 1}, {"b": 1}),
     "free form": ({"type": "object", "xml": {"name": "x"}, "externalDocs": {"url": "x"}}, {"a": {"b": []}}, []),
     "extension": ({"type": "string", "x-order": 1}, "x", 1),
+    "vocabulary": ({"$vocabulary": {"https://example.org/v": True}, "type": "string"}, "x", 1),
+    "dynamic anchor": ({"$dynamicAnchor": "a", "type": ["array", "null"], "items": {"$ref": "#a"}}, [[None]], [1]),
+    "recursive anchor": ({"$recursiveAnchor": True, "type": "array", "items": {"$ref": "#"}}, [[]], [1]),
     "every integer": ({"type": "integer", "minimum": -(2**63), "maximum": 2**64 - 1}, 2**62, 0.5),
 }
 

@@ -56,7 +56,8 @@ ANNOTATION_KEYWORDS = frozenset(
         *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
         *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "externalDocs", "xml"),
         *("markdownDescription", "enumNames", "enumDescriptions", "errorMessage", "propertyOrdering"),
-        *("$comment", "$schema", "$id", "$anchor"),
+        *("$comment", "$schema", "$vocabulary", "$id", "$anchor"),
+        *("$dynamicAnchor", "$recursiveAnchor"),  # no other than `$anchor` without `$dynamicRef`, which is rejected
     }
 )
 NAME_LIST_KEYWORDS = frozenset({"type", "enum", "const", "$ref", "anyOf", "allOf", *DEFINITION_KEYWORDS})
