@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -406,6 +407,17 @@ def test_a_request_can_set_the_time_to_live_until_the_unload() -> None:
         assert slot.expires_at is None
         slot.set_keep_alive(300)
         assert slot.expires_at is not None
+
+
+@pytest.mark.parametrize("seconds", [1e10, 1e300])
+def test_models_expire_after_one_that_stays_for_longer_than_a_clock_can_count(seconds: float) -> None:
+    with serve_fakes(a={}, b={}) as registry:
+        slot = registry.get_slot("a")
+        slot.load()
+        slot.set_keep_alive(seconds)
+        time.sleep(0.1)  # the timer waits for it
+        slot.set_keep_alive(0.05)
+        assert wait_until(30, lambda: slot.state == "warm")
 
 
 def test_a_pinned_model_is_never_unloaded() -> None:

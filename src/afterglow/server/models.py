@@ -539,7 +539,7 @@ class ModelRegistry(Closeable):
                 for name in [name for name, moment in times.items() if moment <= now]:
                     self.slots[name].start_unload()
                 later = [moment - now for moment in times.values() if moment > now]
-                self.changed.wait(min(later, default=None))
+                self.changed.wait(min([*later, threading.TIMEOUT_MAX]))  # it does not accept a longer one
 
     def close(self) -> None:
         """Close all models concurrently. Running requests end with an error."""

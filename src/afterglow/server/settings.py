@@ -15,24 +15,39 @@ from afterglow.errors import InvalidArgument
 from afterglow.media.policy import MediaPolicy
 
 KEY_DIGEST_PREFIX = "sha256:"
-DURATION_PATTERN = re.compile(r"(-)?(?:(\d+\.?\d*)h)?(?:(\d+\.?\d*)m)?(?:(\d+\.?\d*)s?)?")
+# Units of Go's durations; `ms` before `m`. The last number needs no unit.
+DURATION_UNIT_SECONDS = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "\u00b5s": 1e-6,
+    "\u03bcs": 1e-6,
+    "ms": 1e-3,
+    "s": 1,
+    "m": 60,
+    "h": 3600,
+}
+DURATION_PART_PATTERN = re.compile(rf"(\d+(?:\.\d*)?)({'|'.join(DURATION_UNIT_SECONDS)}|$)")
+FOREVER_SECONDS = 100 * 365 * 24 * 3600  # a longer duration is infinite: clocks and waits overflow
 TextList = Annotated[tuple[str, ...], pydantic.BeforeValidator(parse_list)]
 
 
 def parse_keep_alive(value: Any) -> Any:
-    """Return a duration in seconds: a number, or text such as `90`, `5m` or `1h30m`. A negative one is infinite.
+    """Return a duration in seconds: a number, or text such as `90`, `5m` or `1h30m`.
 
-    >>> parse_keep_alive("1h30m"), parse_keep_alive(0), parse_keep_alive("-1")
-    (5400.0, 0, inf)
+    A negative one, and one of more than 100 years, is infinite.
+
+    >>> parse_keep_alive("1h30m"), parse_keep_alive("10ms"), parse_keep_alive(0), parse_keep_alive("-1")
+    (5400.0, 0.01, 0, inf)
     """
     if isinstance(value, str):
-        match = DURATION_PATTERN.fullmatch(value.strip())
-        if match is None or not any(match.groups()[1:]):
+        text = value.strip()
+        parts = DURATION_PART_PATTERN.findall(text)
+        if not parts or "".join(number + unit for number, unit in parts) != text.removeprefix("-").removeprefix("+"):
             raise ValueError("must be a number of seconds, or a duration such as 90s, 5m or 1h30m; negative: for ever")
-        sign, hours, minutes, seconds = match.groups()
-        total = 3600 * float(hours or 0) + 60 * float(minutes or 0) + float(seconds or 0)
-        value = -1 if sign else total
-    return math.inf if isinstance(value, int | float) and value < 0 else value
+        total = sum(float(number) * DURATION_UNIT_SECONDS.get(unit, 1) for number, unit in parts)
+        value = -1 if text.startswith("-") else total
+    is_infinite = isinstance(value, int | float) and (value < 0 or value > FOREVER_SECONDS)
+    return math.inf if is_infinite else value
 
 
 def parse_aliases(value: Any) -> Any:

@@ -168,6 +168,20 @@ def test_a_model_is_unloaded_and_loaded_again(client: ollama.Client) -> None:
 
 
 @pytest.mark.native
+def test_a_model_that_stays_for_ever_does_not_stop_the_others_from_expiring(
+    client: ollama.Client, machine: ServerProcess
+) -> None:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1}
+    for value in (9_999_999_999, 1e300, "99999999999h"):
+        assert client.generate("tiny", "", keep_alive=value).done_reason == "load"
+        assert machine.post("/v1/chat/completions", {**body, "keep_alive": value}).status_code == 200
+        assert machine.post("/models/load", {"model": "tiny", "keep_alive": value}).json()["expires_at"] is None
+        assert list_running(client)["tiny:latest"].expires_at.year > 2100
+    client.generate("tiny", "", keep_alive="10ms")
+    assert wait_until(60, lambda: "tiny:latest" not in list_running(client))
+
+
+@pytest.mark.native
 def test_a_longer_context_reloads_the_model(client: ollama.Client) -> None:
     assert client.chat("tiny", MESSAGES, options={**GREEDY, "num_ctx": 512}).message.content == CYCLE[:8]
     assert list_running(client)["tiny:latest"].context_length == 512

@@ -28,13 +28,24 @@ CLIENT_BODIES: list[tuple[type[pydantic.BaseModel], type[pydantic.BaseModel]]] =
 
 
 @pytest.mark.parametrize(
-    ("value", "seconds"), [(0, 0), ("0", 0), (10, 10), (1.5, 1.5), ("5m", 300), ("1h30m", 5400), (-1, math.inf)]
+    ("value", "seconds"),
+    [
+        *((0, 0), ("0", 0), (10, 10), (1.5, 1.5), ("5m", 300), ("1h30m", 5400), ("1m30", 90), (-1, math.inf)),
+        *(("10ms", 0.01), ("1.5h", 5400), ("1m500ms", 60.5), ("5us", 5e-6), ("5µs", 5e-6), ("5μs", 5e-6)),
+        *(("5ns", 5e-9), ("30m1h", 5400), ("+5m", 300), ("-5m", math.inf)),
+    ],
 )
 def test_keep_alive_is_seconds_or_a_duration(value: Any, seconds: float) -> None:
-    assert schema.OllamaChatRequest.model_validate({"model": "m", "keep_alive": value}).keep_alive == seconds
+    parsed = schema.OllamaChatRequest.model_validate({"model": "m", "keep_alive": value}).keep_alive
+    assert parsed == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("value", ["", "soon", "5x", "m", True])
+@pytest.mark.parametrize("value", [9_999_999_999, 1e300, 10**400, "99999999999h", "9" * 400])
+def test_a_keep_alive_of_more_than_a_century_is_for_ever(value: Any) -> None:
+    assert schema.OllamaChatRequest.model_validate({"model": "m", "keep_alive": value}).keep_alive == math.inf
+
+
+@pytest.mark.parametrize("value", ["", "soon", "5x", "m", True, "1.2.3", "5 m", "-", "+"])
 def test_other_durations_are_refused(value: Any) -> None:
     with pytest.raises(pydantic.ValidationError, match="keep_alive"):
         schema.OllamaChatRequest.model_validate({"model": "m", "keep_alive": value})

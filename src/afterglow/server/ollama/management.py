@@ -38,13 +38,13 @@ from afterglow.server.ollama.schema import (
     OllamaPullRequest,
     OllamaShowRequest,
 )
+from afterglow.server.settings import FOREVER_SECONDS
 from afterglow.server.sse import report_errors, wait_for_first_item
 from afterglow.server.state import ServerState
 from afterglow.version import __version__
 
 API_VERSION = "0.13.5"  # version of Ollama whose API this one follows; clients compare it
 ROOT_TEXT = "Ollama is running"
-FOREVER_SECONDS = 100 * 365 * 24 * 3600  # shown as the expiry of a model that is not unloaded
 PARAMETER_WIDTH_CHARACTERS = 30
 
 
@@ -121,6 +121,7 @@ def build_processes(library: ModelLibrary) -> Iterator[dict[str, Any]]:
         if slot is None or loaded is None or not loaded.is_active or (file := model.describe()) is None:
             continue
         expiry = slot.expires_at
+        # A model that is not unloaded is shown with the longest duration.
         seconds = FOREVER_SECONDS if expiry is None else expiry - time.monotonic()
         on_devices = sum(nbytes for device, nbytes in slot.nbytes.items() if device != "ram")
         yield {
