@@ -104,6 +104,7 @@ ORDERS = {
         conversations
         model_bytes events
         history
+        installed
         models
         adapters state auth
         media explain

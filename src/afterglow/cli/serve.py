@@ -35,6 +35,7 @@ from afterglow.llama.library.devices import MachineMemory
 from afterglow.paths import get_cache_directory
 from afterglow.registry import LocalModel
 from afterglow.server.auth import is_loopback_name
+from afterglow.server.installed import get_client_name
 from afterglow.server.logs import logger, write_logs
 from afterglow.server.model_budget import RAM
 from afterglow.server.model_bytes import choose_limits, count_plan_bytes, divide_memory, get_memory, list_gpus
@@ -149,12 +150,15 @@ def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -
     plans, nbytes, limits = plan_budget(models, options, settings)
 
     def build_installed(model: LocalModel) -> ServedModel:
-        name, load_options = model.name, build_load_options({model.name: model.name}, settings)
-        load_options[name]["adapters"] = settings.get_model_table(name).load_options.get("adapters", {})
-        plan, model_bytes, _ = plan_budget({name: name}, load_options, settings)
-        served = build_served_model(name, name, load_options[name], plan[name], model_bytes[name], settings)
+        name = get_client_name(model.name)
+        table = settings.models.get(model.name)  # under the name in the registry, or that of clients
+        own = settings if table is None else settings.model_copy(update={"models": {**settings.models, name: table}})
+        load_options = build_load_options([name], own)
+        load_options[name]["adapters"] = own.get_model_table(name).load_options.get("adapters", {})
+        plan, model_bytes, _ = plan_budget({name: model.name}, load_options, own)
+        served = build_served_model(name, model.name, load_options[name], plan[name], model_bytes[name], own)
         keep_alive = INSTALLED_KEEP_ALIVE_SECONDS if served.keep_alive == math.inf else served.keep_alive
-        return replace(served, keep_alive=keep_alive, is_installed=True)
+        return replace(served, keep_alive=keep_alive, installed=model)
 
     return ModelRegistry(
         {

@@ -15,11 +15,13 @@ from fastapi.responses import JSONResponse
 from afterglow.api.model import Model, PromptInput
 from afterglow.chat.prompt import ChatPrompt, ReplayReport
 from afterglow.engine.host.remote_calls import CachedSequence
+from afterglow.registry.discovery import get_modified_time
 from afterglow.server.adapters import Lora, build_lora
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.explain import explain_prompt_miss, format_entries
 from afterglow.server.generation import ConversationRequest, build_prompt
+from afterglow.server.installed import get_client_name
 from afterglow.server.llamacpp.errors import not_supported_error
 from afterglow.server.llamacpp.metrics import render_metrics
 from afterglow.server.llamacpp.prompts import tokenize_prompt
@@ -70,7 +72,8 @@ def build_router(state: ServerState) -> APIRouter:
 
 def _add_model_routes(router: APIRouter, state: ServerState) -> None:
     async def models() -> ModelList:
-        return ModelList(data=[card for slot in state.models.slots.values() for card in build_model_cards(slot)])
+        cards = [card for slot in state.models.slots.values() for card in build_model_cards(slot)]
+        return ModelList(data=[*cards, *await state.run_text_work(lambda: list_addable_cards(state))])
 
     for path in ("/v1/models", "/models"):
         router.get(path, summary="List the served models")(models)
@@ -78,11 +81,11 @@ def _add_model_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/v1/models/{name:path}", summary="Retrieve a model")
     async def model(name: str) -> ModelCard:
         cards = {card.id: card for slot in state.models.slots.values() for card in build_model_cards(slot)}
-        return cards.get(name) or build_model_card(state.models.get_slot(name))
+        return cards.get(name) or build_model_card(await state.get_slot(name))
 
     @router.post("/models/load", summary="Load a model; others are unloaded if there is no room")
     async def load_model(body: LoadModelRequest) -> ChangedModelCard:
-        slot = state.models.get_slot(body.model)
+        slot = await state.get_slot(body.model)
         await asyncio.wrap_future(slot.start_load())
         if body.keep_alive is not None:
             slot.set_keep_alive(body.keep_alive)
@@ -90,7 +93,7 @@ def _add_model_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/models/unload", summary="Store the KV cache of a model on disk and unload it")
     async def unload_model(body: UnloadModelRequest) -> ChangedModelCard:
-        slot = state.models.get_slot(body.model)
+        slot = await state.get_slot(body.model)
         await state.run_engine_call(slot.name, lambda: slot.unload(body.timeout))
         return ChangedModelCard(**build_model_card(slot).model_dump())
 
@@ -122,6 +125,29 @@ def build_model_cards(slot: ModelSlot) -> list[ModelCard]:
     card = build_model_card(slot)
     names = [f"{slot.name}+{adapter}" for adapter in slot.adapters]
     return [card, *(card.model_copy(update={"id": name, "parent": slot.name}) for name in names)]
+
+
+def list_addable_cards(state: ServerState) -> list[ModelCard]:
+    """Build the model objects of the models on this machine that are served as soon as a client names them."""
+    return [
+        ModelCard(
+            id=get_client_name(model.name),
+            created=int(get_modified_time(model.path)),
+            parent=None,
+            meta=None,
+            last_used=None,
+            expires_at=None,
+            sampling=None,
+            loaded=False,
+            state="not loaded",
+            status=ModelStatus(value="unloaded"),
+            bytes={},
+            pinned=False,
+            active_requests=0,
+            capabilities=[],
+        )
+        for model in state.models.list_addable()
+    ]
 
 
 def build_model_meta(model: Model) -> ModelMeta:

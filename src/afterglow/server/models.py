@@ -25,6 +25,12 @@ from afterglow.closeable import Closeable
 from afterglow.errors import AfterglowError, Closed, InvalidArgument, ModelNotFound, OutOfMemory
 from afterglow.registry import LocalModel
 from afterglow.server.errors import APIError, invalid_request_error
+from afterglow.server.installed import (
+    find_installed_model,
+    get_client_name,
+    list_installed_models,
+    list_registry_names,
+)
 from afterglow.server.logs import get_record, logger
 from afterglow.server.metrics import SlotCounters
 from afterglow.server.model_budget import ByteMap, ResidentModel, check_fits, choose_first_models, plan_room
@@ -47,7 +53,7 @@ class ServedModel:
     plan: FitPlan | None = None  # how its options were chosen
     path: Path | None = None  # of its file
     adapters: tuple[str, ...] = ()  # names of its LoRA adapters
-    is_installed: bool = False  # it was added because a client named it, not on the command line
+    installed: LocalModel | None = None  # if it was added because a client named it, not on the command line
     with_context: Callable[[int], ServedModel] | None = None  # the same with another context length, if that is allowed
 
 
@@ -64,7 +70,7 @@ class ModelSlot:
         self.path = served.path
         self.adapters = served.adapters
         self.default_lora: tuple[tuple[str, float], ...] = ()  # adapters of requests that name none
-        self.is_installed = served.is_installed
+        self.installed = served.installed
         self.created = int(time.time())
         self.last_used = time.monotonic()  # end of the last request, or the load
         self.active_requests = 0
@@ -418,14 +424,18 @@ class ModelRegistry(Closeable):
         """Return the slot of a model by its name or an alias. `None` selects the only served model."""
         served = ", ".join(self.slots)
         if name is None:
-            if len(self.slots) > 1:
+            if (only := self._get_only_slot()) is None:
                 message = f"`model` is missing, and several models are served: {served}"
                 raise invalid_request_error("model", message, "missing_required_parameter")
-            return next(iter(self.slots.values()))
-        resolved = self._resolve_alias(name)
-        if resolved not in self.slots:
+            return only
+        if (slot := self._find_named_slot(name)) is None:
             raise ModelNotFound(name[:200], f"served models: {served}")
-        return self.slots[resolved]
+        return slot
+
+    def find_slot(self, name: str) -> ModelSlot | None:
+        """Return the slot of a model by its name, with or without the default tag and the prefix of Ollama's models."""
+        slots = self.slots
+        return next((slots[other] for other in (name, *list_registry_names(name)) if other in slots), None)
 
     def split_name(self, name: str | None) -> tuple[str | None, str]:
         """Split the requested name of a model into that of a served model and its adapters, e.g. `+style@0.8`.
@@ -435,34 +445,64 @@ class ModelRegistry(Closeable):
         if name is None or name in self.slots or "+" not in name:
             return name, ""
         base, plus, suffix = name.partition("+")
-        is_known = self._resolve_alias(base) in self.slots
-        has_adapters = len(self.slots) == 1 and bool(next(iter(self.slots.values())).adapters)
-        return (base, plus + suffix) if is_known or has_adapters else (name, "")
+        only = self._get_only_slot()
+        has_adapters = only is not None and bool(only.adapters)
+        return (base, plus + suffix) if self._find_named_slot(base) or has_adapters else (name, "")
 
     def get_requested_slot(self, name: str | None) -> ModelSlot:
         """Return the slot for a request. If only one model is served, every name selects it, as a hint."""
         name, _ = self.split_name(name)
-        is_unknown = name is not None and self._resolve_alias(name) not in self.slots
-        if is_unknown and len(self.slots) == 1 and get_record().accept_hint("model"):
-            return next(iter(self.slots.values()))
+        is_unknown = name is not None and self._find_named_slot(name) is None
+        if is_unknown and (only := self._get_only_slot()) is not None and get_record().accept_hint("model"):
+            return only
         return self.get_slot(name)
 
-    def _resolve_alias(self, name: str) -> str:
-        if name in self.slots:
-            return name
-        return next((model for pattern, model in self._aliases if fnmatchcase(name, pattern)), name)
+    def _get_only_slot(self) -> ModelSlot | None:
+        """Return the served model if there is one. Models that clients have named before do not count."""
+        named = [slot for slot in self.slots.values() if slot.installed is None]
+        return named[0] if len(named) == 1 else None
+
+    def _find_named_slot(self, name: str) -> ModelSlot | None:
+        """Return the slot of a model by its name or an alias."""
+        slot = self.find_slot(name)
+        return slot or next((self.slots[model] for pattern, model in self._aliases if fnmatchcase(name, pattern)), None)
+
+    # --- installed models
+
+    def can_add(self, name: str | None) -> bool:
+        """Whether no served model has this name, but one on this machine may have it, and would be served."""
+        return self._build_installed is not None and name is not None and self._find_named_slot(name) is None
+
+    def add_named(self, name: str | None) -> None:
+        """Serve the model on this machine that a request names, with or without adapters. Blocking.
+
+        Without effect if it is served, or if there is none, or if only the models of the command line are served.
+        """
+        for base in dict.fromkeys([name, name.partition("+")[0]] if name else []):
+            if self.can_add(base) and base and (model := find_installed_model(base)) is not None:
+                self.add_installed(model)
+                return
+
+    def list_addable(self) -> list[LocalModel]:
+        """List the models on this machine that are served as soon as a client names them. Blocking."""
+        if self._build_installed is None:
+            return []
+        paths = {slot.path for slot in self.slots.values()}
+        others = [model for model in list_installed_models() if model.path not in paths]
+        return [model for model in others if self.find_slot(model.name) is None]
 
     def add_installed(self, model: LocalModel) -> ModelSlot | None:
         """Return the slot of a model on this machine, added if necessary; None if only named models are served."""
         if self._build_installed is None:
             return None
         served = self._build_installed(model)
+        name = get_client_name(model.name)
         with self.changed:
-            if model.name not in self.slots:
+            if name not in self.slots:
                 pinned = [_describe(slot) for slot in self.slots.values() if slot.pinned]
-                check_fits(model.name, served.nbytes, pinned, self.limits)
-                self.slots = {**self.slots, model.name: ModelSlot(model.name, served, self)}  # others may iterate
-            return self.slots[model.name]
+                check_fits(name, served.nbytes, pinned, self.limits)
+                self.slots = {**self.slots, name: ModelSlot(name, served, self)}  # others may iterate
+            return self.slots[name]
 
     def remove(self, slot: ModelSlot) -> None:
         """Unload a model and serve it no more. Blocking. Raises status 409 if it is in use."""

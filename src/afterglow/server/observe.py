@@ -91,6 +91,7 @@ def _add_tree_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.get("/tree", summary="Cached prefixes of the client as a tree")
     async def get_tree(query: Annotated[TreeQuery, Query()], request: Request) -> Response:
+        await state.add_named_model(query.model)
         slot, salt = state.models.get_requested_slot(query.model), get_tenant_salt(request)
         with hold_loaded(slot) as model:
             if model is None or not model.can_generate:

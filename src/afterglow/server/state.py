@@ -22,7 +22,7 @@ from afterglow.server.errors import invalid_request_error, to_api_error
 from afterglow.server.events import EventRing
 from afterglow.server.history import RequestHistory
 from afterglow.server.metrics import Metrics
-from afterglow.server.models import ModelRegistry, get_held_model
+from afterglow.server.models import ModelRegistry, ModelSlot, get_held_model
 from afterglow.server.settings import ServerSettings
 from afterglow.server.sse import EarlyStreamResponse, StreamFormat, wait_for_disconnect
 
@@ -66,9 +66,20 @@ class ServerState(Closeable):
 
     async def get_model(self, name: str | None) -> Model:
         """Return a model by name, loaded if necessary. It is not unloaded before the end of the HTTP request."""
+        await self.add_named_model(name)
         model = await get_held_model(self.models.get_requested_slot(name))
         model.attach_event_loop(asyncio.get_running_loop())
         return model
+
+    async def add_named_model(self, name: str | None) -> None:
+        """Serve a model on this machine that a request names, if the server serves all of them."""
+        if self.models.can_add(name):
+            await self.run_text_work(lambda: self.models.add_named(name))
+
+    async def get_slot(self, name: str | None) -> ModelSlot:
+        """Return the slot of a model by name. A model on this machine gets one if the server serves all of them."""
+        await self.add_named_model(name)
+        return self.models.get_slot(name)
 
     async def get_generating_model(self, name: str | None) -> Model:
         """Return a model by name; raise status 400 if it only computes embeddings."""

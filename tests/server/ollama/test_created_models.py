@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from afterglow.server.errors import APIError
-from afterglow.server.ollama.created_models import CreatedModel, CreatedModelStore, add_tag
+from afterglow.server.installed import add_tag
+from afterglow.server.ollama.created_models import CreatedModel, CreatedModelStore
 
 
 def test_a_created_model_is_found_with_and_without_its_default_tag(tmp_path: Path) -> None:

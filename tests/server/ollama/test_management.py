@@ -39,6 +39,15 @@ from support.server_process import CYCLE, ServerProcess, run_server, wait_until
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
 GREEDY = {"num_predict": 8, "temperature": 0}
 PARAMETERS = {"num_predict": 4, "temperature": 0}
+BODIES: dict[str, dict[str, Any]] = {
+    "/models/load": {},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/completions": {"prompt": "abc", "max_tokens": 2},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 2},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/embeddings": {"input": "hello"},
+    "/tokenize": {"content": "hello"},
+}
 
 
 # --- a server that serves installed models
@@ -54,13 +63,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(models.get_path("colors"), folder / "vision" / "colors.gguf")
     shutil.copy(models.get_path("projector-colors"), folder / "vision" / "mmproj.gguf")
     write_ollama_model(folder / "ollama", "mini", "1b")
+    write_ollama_model(folder / "ollama", "llama3.2", "latest", "successor-attention")
     return folder
 
 
-def write_ollama_model(root: Path, name: str, tag: str) -> None:
+def write_ollama_model(root: Path, name: str, tag: str, model: str = "successor-window") -> None:
     """Write a model and its parameters as Ollama stores them."""
     layers = []
-    for kind, data in (("model", models.get_path("successor-window").read_bytes()), ("params", json.dumps(PARAMETERS))):
+    for kind, data in (("model", models.get_path(model).read_bytes()), ("params", json.dumps(PARAMETERS))):
         content = data if isinstance(data, bytes) else data.encode()
         digest = hashlib.sha256(content).hexdigest()
         (root / "blobs").mkdir(parents=True, exist_ok=True)
@@ -144,6 +154,31 @@ def test_a_model_of_ollama_has_its_name_and_its_parameters(client: ollama.Client
     assert raised.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match="belongs to ollama"):
         client.delete("mini:1b")
+
+
+@pytest.mark.native
+def test_every_api_serves_installed_models_by_name(folder: Path, caches_of_our_own: None) -> None:
+    options = ["--ollama", "--ollama-port", "0", "--context", "256", "--sequences", "2"]
+    with run_server(f"tiny={models.get_path('successor-attention')}", *options, **build_environment(folder)) as server:
+        listed = [model["id"] for model in server.http.get("/v1/models").json()["data"]]
+        assert {"tiny", "mini:1b", "llama3.2:latest", "mine.gguf"} <= set(listed)
+        anthropic = server.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()["data"]
+        assert [model["id"] for model in anthropic] == listed
+        for path, body in BODIES.items():
+            server.post("/models/unload", {"model": "llama3.2"})
+            for name in ("llama3.2", "llama3.2:latest"):
+                response = server.post(path, {**body, "model": name})
+                assert (response.status_code, "x-afterglow-ignored" in response.headers) == (200, False), response.text
+                assert response.json().get("model", "llama3.2:latest") == "llama3.2:latest"
+        assert server.http.get("/v1/models/mini:1b").json()["state"] == "not loaded"
+        assert server.http.get("/props", params={"model": "llama3.2"}).status_code == 200
+        assert server.post("/models/load", {"model": "mini:1b"}).json()["id"] == "mini:1b"
+        assert [model["id"] for model in server.http.get("/v1/models").json()["data"]].count("mini:1b") == 1
+        # What clients load on demand does not change what a request without a known model means.
+        assert server.post("/v1/completions", {"prompt": "abc", "max_tokens": 1}).json()["model"] == "tiny"
+        other = server.post("/v1/completions", {"model": "gpt", "prompt": "abc", "max_tokens": 1})
+        assert (other.json()["model"], other.headers["x-afterglow-ignored"]) == ("tiny", "model")
+        assert server.http.get("/v1/models/gpt").status_code == 404
 
 
 @pytest.mark.native

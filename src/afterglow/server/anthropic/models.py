@@ -12,8 +12,10 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 from afterglow.errors import ModelNotFound
+from afterglow.registry.discovery import get_modified_time
 from afterglow.server.anthropic.errors import build_error_body
 from afterglow.server.errors import to_api_error
+from afterglow.server.installed import get_client_name
 from afterglow.server.models import ModelSlot
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
@@ -38,13 +40,15 @@ def build_router(state: ServerState) -> APIRouter:
     @router.get("/v1/models", summary="List the served models")
     async def list_models() -> dict[str, Any]:
         data = [info for slot in state.models.slots.values() for info in build_model_infos(slot)]
+        for model in await state.run_text_work(state.models.list_addable):
+            data.append(build_info(get_client_name(model.name), get_modified_time(model.path), None))
         ids = [model["id"] for model in data] or [None]
         return {"data": data, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
 
     @router.get("/v1/models/{name:path}", summary="Retrieve a model", response_model=None)
     async def retrieve_model(name: str) -> dict[str, Any] | JSONResponse:
         try:
-            return build_model_info(state.models.get_slot(name))
+            return build_model_info(await state.get_slot(name))
         except ModelNotFound as error:
             return JSONResponse(build_error_body(to_api_error(error)), 404)
 
@@ -60,12 +64,16 @@ def build_model_infos(slot: ModelSlot) -> list[dict[str, Any]]:
 
 def build_model_info(slot: ModelSlot) -> dict[str, Any]:
     """Build Anthropic's model object of a slot."""
-    context_length = None if slot.model is None else slot.model.context_length
+    return build_info(slot.name, slot.created, None if slot.model is None else slot.model.context_length)
+
+
+def build_info(name: str, created: float, context_length: int | None) -> dict[str, Any]:
+    """Build Anthropic's model object."""
     return {
         "type": "model",
-        "id": slot.name,
-        "display_name": slot.name,
-        "created_at": datetime.datetime.fromtimestamp(slot.created, datetime.UTC).isoformat(),
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.datetime.fromtimestamp(int(created), datetime.UTC).isoformat(),
         "lifecycle": "active",
         "max_input_tokens": context_length,
         "max_tokens": context_length,

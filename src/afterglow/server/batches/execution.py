@@ -149,6 +149,7 @@ class BatchExecution:
     def _find_model_error(self, line: BatchLine) -> APIError | None:
         """Return the error of a line whose model is not served."""
         try:
+            self._state.models.add_named(line.model)
             self._state.models.get_requested_slot(line.model)
         except (APIError, AfterglowError) as error:
             return to_api_error(error)

@@ -80,6 +80,7 @@ class BatchRunner:
                 if current is None or current.is_final:
                     continue
                 is_over = current.status == "cancelling" or time.time() >= current.expires_at
+                await self._state.add_named_model(current.model)
                 if is_over or self._serves(current):
                     await self._run_batch(app, current)
 

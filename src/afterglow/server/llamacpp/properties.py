@@ -25,7 +25,7 @@ def build_router(state: ServerState) -> APIRouter:
 
     @router.get("/props", summary="llama-server: properties of a model and of the server")
     async def get_properties(model: str | None = None) -> dict[str, Any]:
-        return build_properties(state, state.models.get_slot(model))
+        return build_properties(state, await state.get_slot(model))
 
     @router.post("/props", include_in_schema=False)
     async def set_properties(request: Request) -> None:

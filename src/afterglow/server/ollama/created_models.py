@@ -16,11 +16,11 @@ import pydantic
 from afterglow.llama.atomic_write import write_atomically
 from afterglow.paths import get_data_directory
 from afterglow.server.errors import invalid_request_error
+from afterglow.server.installed import add_tag
 from afterglow.server.logs import logger
 from afterglow.server.ollama.schema import OllamaMessage, OllamaOptions
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}(/[A-Za-z0-9][A-Za-z0-9._-]{0,79})?(:[A-Za-z0-9._-]{1,80})?")
-DEFAULT_TAG = ":latest"
 
 
 class CreatedModel(pydantic.BaseModel):
@@ -46,15 +46,6 @@ class CreatedModel(pydantic.BaseModel):
     def first_messages(self) -> list[OllamaMessage]:
         """Messages with which every conversation begins."""
         return [OllamaMessage.model_validate(message) for message in self.messages]
-
-
-def add_tag(name: str) -> str:
-    """Return a name with its tag, which is `latest` by default.
-
-    >>> add_tag("smollm2"), add_tag("owner/model:8b")
-    ('smollm2:latest', 'owner/model:8b')
-    """
-    return name if ":" in name.rpartition("/")[2] else name + DEFAULT_TAG
 
 
 class CreatedModelStore:

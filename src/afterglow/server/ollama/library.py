@@ -10,17 +10,21 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from afterglow import registry
 from afterglow.api.model import Model
 from afterglow.errors import ModelNotFound
 from afterglow.registry import LocalModel
 from afterglow.server.errors import invalid_request_error
+from afterglow.server.installed import (
+    DEFAULT_TAG,
+    add_tag,
+    find_installed_model,
+    get_client_name,
+    list_installed_models,
+)
 from afterglow.server.models import ModelSlot
-from afterglow.server.ollama.created_models import DEFAULT_TAG, CreatedModel, CreatedModelStore, add_tag
+from afterglow.server.ollama.created_models import CreatedModel, CreatedModelStore
 from afterglow.server.ollama.details import FileDetails, describe_file
 from afterglow.server.state import ServerState
-
-OLLAMA_PREFIX = "ollama:"  # of Ollama's models in the registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,8 @@ class ModelLibrary:
         return list(models.values())
 
     def _find_slot(self, name: str) -> LibraryModel | None:
-        slots = self._state.models.slots
-        return next((describe_slot(slots[spelling]) for spelling in list_spellings(name) if spelling in slots), None)
+        slot = self._state.models.find_slot(name)
+        return None if slot is None else describe_slot(slot)
 
     async def get_slot(self, name: str) -> tuple[LibraryModel, ModelSlot]:
         """Return a model and its slot. An installed model that is not served gets one if the server allows it."""
@@ -137,36 +141,17 @@ class ModelLibrary:
         await self._state.run_engine_call(slot.name, lambda: slot.reload(context))
 
 
-def list_spellings(name: str) -> list[str]:
-    """List the names that mean the same model.
-
-    >>> list_spellings("smollm2"), list_spellings("smollm2:latest"), list_spellings("qwen3:4b")
-    (['smollm2', 'smollm2:latest'], ['smollm2:latest', 'smollm2'], ['qwen3:4b'])
-    """
-    other = name.removesuffix(DEFAULT_TAG) if name.endswith(DEFAULT_TAG) else add_tag(name)
-    return list(dict.fromkeys([name, other]))
-
-
-def list_installed_models() -> list[LocalModel]:
-    """List the models on this machine, including those of other programs."""
-    return [*registry.list_installed(), *registry.discover_models()]
-
-
 def find_installed(name: str) -> LibraryModel | None:
-    """Return an installed model by name. Paths are not names: a client must not choose files."""
-    spellings = list_spellings(name)
-    names = {*spellings, *(OLLAMA_PREFIX + spelling for spelling in spellings)}
-    return next((describe_installed(local) for local in list_installed_models() if local.name in names), None)
+    """Return an installed model by name. Blocking."""
+    local = find_installed_model(name)
+    return None if local is None else describe_installed(local)
 
 
 def describe_slot(slot: ModelSlot) -> LibraryModel:
     """Describe a served model."""
-    installed = None
-    if slot.is_installed and slot.path is not None:
-        installed = LocalModel(slot.name, slot.path, 0, "")
-    return LibraryModel(add_tag(slot.name.removeprefix(OLLAMA_PREFIX)), slot.path, slot, installed)
+    return LibraryModel(add_tag(get_client_name(slot.name)), slot.path, slot, slot.installed)
 
 
 def describe_installed(local: LocalModel) -> LibraryModel:
     """Describe a model that is not served."""
-    return LibraryModel(add_tag(local.name.removeprefix(OLLAMA_PREFIX)), local.path, installed=local)
+    return LibraryModel(add_tag(get_client_name(local.name)), local.path, installed=local)

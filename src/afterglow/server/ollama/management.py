@@ -17,8 +17,9 @@ from afterglow.api.quantization import choose_quantization
 from afterglow.errors import Cancelled, ModelNotFound
 from afterglow.registry import CatalogEntry
 from afterglow.server.errors import APIError, invalid_request_error
+from afterglow.server.installed import add_tag, list_spellings
 from afterglow.server.ollama import conversion
-from afterglow.server.ollama.created_models import CreatedModel, add_tag
+from afterglow.server.ollama.created_models import CreatedModel
 from afterglow.server.ollama.details import (
     CHAT_TEMPLATE_KEY,
     FileDetails,
@@ -29,7 +30,7 @@ from afterglow.server.ollama.details import (
 )
 from afterglow.server.ollama.errors import build_error_body
 from afterglow.server.ollama.formatting import LineStreamResponse, format_line
-from afterglow.server.ollama.library import LibraryModel, ModelLibrary, list_spellings
+from afterglow.server.ollama.library import LibraryModel, ModelLibrary
 from afterglow.server.ollama.routing import OllamaPortRoute, OllamaRoute
 from afterglow.server.ollama.schema import (
     OllamaCopyRequest,

@@ -40,8 +40,8 @@ async def create_embeddings(state: ServerState, body: EmbeddingRequest, salt: st
     if not inputs or not all(inputs):
         raise invalid_request_error("input", "`input` must not be empty")
     limits.check_limit(state.settings, "max_inputs", "input", len(inputs))
-    refuse_adapters(state.models, body.model, "an embedding")
     model = await state.get_model(body.model)
+    refuse_adapters(state.models, body.model, "an embedding")
     ticket = state.get_admission_queue(model).admit(1, is_background=is_batch_line())
     try:
         token_lists = await state.run_text_work(lambda: [tokenize_input(model, value) for value in inputs])
