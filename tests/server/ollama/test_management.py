@@ -334,6 +334,28 @@ def test_an_error_in_a_stream_is_its_last_line(client: ollama.Client, machine: S
 
 
 @pytest.mark.native
+def test_a_damaged_or_missing_file_does_not_hide_the_other_models(tmp_path: Path, caches_of_our_own: None) -> None:
+    (tmp_path / "models").mkdir()
+    content = models.get_path("successor-attention").read_bytes()
+    for name in ("good", "served"):
+        (tmp_path / "models" / f"{name}.gguf").write_bytes(content)
+    (tmp_path / "models" / "cut.gguf").write_bytes(content[:1000])
+    served = tmp_path / "models" / "served.gguf"
+    arguments = [f"gone={served}", "--ollama", "--ollama-port", "0", "--context", "256"]
+    with run_server(*arguments, **build_environment(tmp_path)) as server:
+        served.unlink()  # the model stays loaded
+        names = [model["name"] for model in server.http.get("/api/tags").json()["models"]]
+        assert names == ["good.gguf:latest"]
+        assert [model["name"] for model in server.http.get("/api/ps").json()["models"]] == ["gone:latest"]
+        for name, status in (("gone", 404), ("cut.gguf", 503)):
+            shown = server.post("/api/show", {"model": name})
+            assert (shown.status_code, list(shown.json())) == (status, ["error"])
+            assert name.removesuffix(".gguf") in shown.json()["error"]
+            server.wait_for_log(f"{name}.*is not listed with its details")
+        assert server.post("/api/show", {"model": "good.gguf"}).status_code == 200
+
+
+@pytest.mark.native
 def test_created_models_outlive_the_server(client: ollama.Client, folder: Path) -> None:
     client.create("lasting", from_="tiny", parameters={"num_predict": 5})
     arguments = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from afterglow.api.model import Model
-from afterglow.errors import ModelNotFound
+from afterglow.errors import LoadError, ModelNotFound
 from afterglow.registry import LocalModel
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.installed import (
@@ -21,6 +21,7 @@ from afterglow.server.installed import (
     get_client_name,
     list_installed_models,
 )
+from afterglow.server.logs import logger
 from afterglow.server.models import ModelSlot
 from afterglow.server.ollama.created_models import CreatedModel, CreatedModelStore
 from afterglow.server.ollama.details import FileDetails, describe_file
@@ -38,8 +39,22 @@ class LibraryModel:
     created: CreatedModel | None = None
 
     def describe(self) -> FileDetails | None:
-        """Describe its file; None if the file is not known. Blocking."""
-        return None if self.path is None else describe_file(self.path)
+        """Describe its file; None if the file is not known. Blocking.
+
+        Raises `InvalidModel` if the file is damaged, and `ModelNotFound` if it cannot be read.
+        """
+        try:
+            return None if self.path is None else describe_file(self.path)
+        except OSError as error:
+            raise ModelNotFound(self.name, f"its file {self.path} cannot be read: {error.strerror}") from None
+
+    def describe_for_list(self) -> FileDetails | None:
+        """Describe its file; None, with a warning, also if the file is damaged or cannot be read. Blocking."""
+        try:
+            return self.describe()
+        except LoadError as error:
+            logger.warning("%s is not listed with its details: %s", self.name, error)
+            return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ from afterglow.version import __version__
 API_VERSION = "0.13.5"  # version of Ollama whose API this one follows; clients compare it
 ROOT_TEXT = "Ollama is running"
 PARAMETER_WIDTH_CHARACTERS = 30
+UNKNOWN_FILE = FileDetails(digest="", size=0, modified=0, details={}, capabilities=())
 
 
 def build_router(state: ServerState) -> APIRouter:
@@ -99,7 +100,7 @@ def _add_list_routes(router: APIRouter, state: ServerState, library: ModelLibrar
 def build_tags(library: ModelLibrary) -> Iterator[dict[str, Any]]:
     """Build the list of models. Blocking."""
     for model in library.list_all():
-        if (file := model.describe()) is not None:
+        if (file := model.describe_for_list()) is not None:
             modified = model.created.modified if model.created else file.modified
             yield {
                 **build_head(model, file),
@@ -119,8 +120,9 @@ def build_processes(library: ModelLibrary) -> Iterator[dict[str, Any]]:
     for model in library.list_all():
         slot = model.slot
         loaded = None if slot is None or model.created else slot.model
-        if slot is None or loaded is None or not loaded.is_active or (file := model.describe()) is None:
+        if slot is None or loaded is None or not loaded.is_active:
             continue
+        file = model.describe_for_list() or UNKNOWN_FILE  # it is loaded, even if its file is gone
         expiry = slot.expires_at
         # A model that is not unloaded is shown with the longest duration.
         seconds = FOREVER_SECONDS if expiry is None else expiry - time.monotonic()
