@@ -189,3 +189,16 @@ def test_a_real_model_generates_the_same_as_over_the_openai_api(smollm2_server: 
     body = {"model": "smollm2", "messages": [message], "temperature": 0, "max_tokens": 30}
     completion = smollm2_server.post("/v1/chat/completions", body).json()
     assert text == completion["choices"][0]["message"]["content"]
+
+
+@pytest.mark.native
+@pytest.mark.model
+def test_a_continued_turn_has_its_start_token_even_if_that_is_the_bos_token(smollm2_server: ServerProcess) -> None:
+    options = {"temperature": 0, "num_predict": 4}
+    with open_client(smollm2_server) as client:
+        first = client.generate("smollm2", "Name a colour.", options=options)
+        second = client.generate("smollm2", "And another one.", context=first.context, options=options)
+    continued = list(second.context or ())[len(first.context or ()) :]
+    text = smollm2_server.post("/detokenize", {"tokens": continued}).json()["content"]
+    assert text.startswith("<|im_start|>system")
+    assert "<|im_start|>user\nAnd another one.<|im_end|>" in text

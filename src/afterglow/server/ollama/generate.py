@@ -123,6 +123,16 @@ def fit_plain_prompt(model: Model, body: OllamaGenerateRequest, options: OllamaO
     return model.fit_prompt(tokens, overflow, max_tokens, keep_start=keep_start, keep_end=keep_end)
 
 
+def remove_first_bos(tokens: list[int], bos: int | None) -> list[int]:
+    """Return the tokens of a prompt without the BOS token at its start, unless it starts every turn of the template.
+
+    >>> [remove_first_bos(tokens, bos=1) for tokens in ([1, 20, 30], [1, 20, 1, 30], [1, 1, 20])]
+    [[20, 30], [1, 20, 1, 30], [1, 20]]
+    """
+    is_added = tokens[:1] == [bos] and (tokens[1:2] == [bos] or bos not in tokens[1:])
+    return tokens[1:] if is_added else tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuedRequest(ConversationRequest):
     """A prompt after the tokens of earlier ones."""
@@ -134,9 +144,8 @@ class ContinuedRequest(ConversationRequest):
         context = [int(token) for token in model.vocabulary.check_tokens(self.context)]
         prompt_options: PromptOptions = {**self.prompt_options, "replay": False}
         plan = model.plan_chat(self.messages, salt=self.salt, **prompt_options)
-        rendered = plan.prompt.tokens
-        rendered = rendered[count_bos(list(rendered[:1]), model.vocabulary) :]
-        fitted = model.fit_prompt([*context, *map(int, rendered)], self.overflow, self.max_tokens)
+        rendered = remove_first_bos(list(map(int, plan.prompt.tokens)), model.vocabulary.special_tokens.get("bos"))
+        fitted = model.fit_prompt([*context, *rendered], self.overflow, self.max_tokens)
         boundaries = [len(context)] if fitted.truncation is None else []
         options["boundaries"] = boundaries
         request = plan.apply_to(model.build_request(fitted, **options))
