@@ -32,6 +32,7 @@ from afterglow.server.serve import bind_ollama
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 from afterglow.testing import models
+from support.engine_factories import Raise
 from support.media_files import encode_image
 from support.media_prompts import color_image
 from support.server_process import CYCLE, ServerProcess, run_server, wait_until
@@ -392,7 +393,9 @@ def test_there_is_no_second_socket_by_default() -> None:
 
 
 @pytest.fixture
-def state() -> Iterator[ServerState]:
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerState]:
+    for name, value in build_environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
     with ServerState(ModelRegistry({}), ServerSettings()) as state:  # type: ignore[call-arg]
         yield state
 
@@ -428,6 +431,15 @@ def test_a_pull_reports_its_progress(state: ServerState, monkeypatch: pytest.Mon
         (digest, 100, 100),
     ]
     assert reports[-1] == {"status": "success"}
+
+
+def test_a_pull_of_what_is_on_this_machine_downloads_nothing(
+    state: ServerState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_ollama_model(tmp_path / "ollama", "smollm2", "latest")  # a name that the catalog has, too
+    monkeypatch.setattr(registry, "pull", Raise(AssertionError("a download")))
+    assert collect_reports(state, "smollm2")[-1] == collect_reports(state, "smollm2:latest")[-1] == {"status": "success"}
+    assert ModelLibrary(state).find("smollm2").installed
 
 
 def test_a_client_that_leaves_ends_its_download(state: ServerState, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,9 +230,13 @@ async def _format_lines(reports: AsyncIterator[dict[str, Any]]) -> AsyncIterator
 
 async def pull_model(state: ServerState, library: ModelLibrary, name: str) -> AsyncIterator[dict[str, Any]]:
     """Download a model and yield its progress. A model that is on this machine is complete at once."""
-    entry = next((entry for entry in map(registry.parse_name, list_spellings(name)) if entry), None)
-    if entry is None:
-        await state.run_text_work(lambda: library.find(name))  # raises an error if it is not on this machine
+    entry = None
+    try:
+        await state.run_text_work(lambda: library.find(name))
+    except ModelNotFound:
+        entry = next((entry for entry in map(registry.parse_name, list_spellings(name)) if entry), None)
+        if entry is None:
+            raise
     yield {"status": "pulling manifest"}
     if entry is not None:
         async for report in download(state, entry):
