@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -258,7 +259,13 @@ async def download(state: ServerState, entry: CatalogEntry) -> AsyncIterator[dic
     work = asyncio.ensure_future(
         state.run_media_work(lambda: registry.pull(entry.name, report, choose=choose_quantization))
     )
-    work.add_done_callback(lambda _: reports.put_nowait(None))
+
+    def finish(work: asyncio.Future[Path]) -> None:
+        if not work.cancelled():
+            work.exception()  # otherwise asyncio logs the error of a download whose client has left
+        reports.put_nowait(None)
+
+    work.add_done_callback(finish)
     digest = {} if entry.source.sha256 is None else {"digest": f"sha256:{entry.source.sha256}"}
     try:
         while (progress := await reports.get()) is not None:
@@ -269,8 +276,6 @@ async def download(state: ServerState, entry: CatalogEntry) -> AsyncIterator[dic
         work.result()
     finally:
         cancelled = True
-        with contextlib.suppress(Exception):
-            work.exception() if work.done() and not work.cancelled() else None
 
 
 # --- created models, deletion
