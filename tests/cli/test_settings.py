@@ -12,11 +12,19 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
+from afterglow import registry
 from afterglow.cli import open_model, serve
 from afterglow.cli.commands import app, load_command
 from afterglow.cli.serve import parse_drafts
-from afterglow.cli.settings import Settings, load_command_settings, load_settings, parse_reasoning
+from afterglow.cli.settings import (
+    Settings,
+    apply_ollama_definition,
+    load_command_settings,
+    load_settings,
+    parse_reasoning,
+)
 from afterglow.errors import InvalidArgument
+from afterglow.registry import OllamaDefinition
 from afterglow.server.settings import hash_api_key
 from afterglow.testing import models
 from support.commands import run_in_process
@@ -28,6 +36,16 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text("")
     monkeypatch.setenv("AFTERGLOW_SETTINGS", str(path))
     return path
+
+
+def test_what_ollama_stores_with_a_model_applies_unless_it_is_set(file, monkeypatch):
+    definition = OllamaDefinition(path=Path("model"), system="from Ollama", parameters={"num_predict": 5})
+    monkeypatch.setattr(registry, "read_ollama_definition", lambda name: definition)
+    settings = apply_ollama_definition(load_settings())
+    assert (settings.system, settings.generation_options["max_tokens"]) == ("from Ollama", 5)
+    file.write_text("max_tokens = 7\n")
+    settings = apply_ollama_definition(load_settings(system="given"))
+    assert (settings.system, settings.generation_options["max_tokens"]) == ("given", 7)
 
 
 def test_flags_override_the_environment_the_file_and_the_defaults(file, monkeypatch):

@@ -28,7 +28,7 @@ from afterglow.engine.host.build import DraftSource, EngineSpec, find_projector
 from afterglow.engine.host.lifecycle import Lifecycle, LoadHook, LoadState, ProcessLifecycle, ThreadLifecycle
 from afterglow.engine.kvcache.objects.client import check_store_url, read_key
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.errors import InvalidArgument, InvalidModel
+from afterglow.errors import InvalidArgument, InvalidModel, LoadError
 from afterglow.llama.gguf.footprint import ModelFacts
 from afterglow.llama.gguf.header import read_header
 from afterglow.llama.gguf.probe import ensure_safe, is_proven, list_split_files
@@ -37,6 +37,7 @@ from afterglow.llama.model import ProgressCallback
 from afterglow.llama.projector import ProjectorSettings
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 from afterglow.paths import get_cache_directory
+from afterglow.registry import OllamaDefinition
 
 HOSTS = ("thread", "process")
 DEFAULT_RECURRENT_SNAPSHOTS = 4  # of recurrent state, if a drafter is loaded
@@ -107,6 +108,9 @@ def load(
     chat_template = read_chat_template(checked["chat_template"])
     draft = resolve_draft(checked["draft"], fetch=fetch)
     path = resolve_model_path(model, fetch=fetch, needs_trial=host == "thread")
+    definition = registry.read_ollama_definition(str(model))
+    if definition is not None:
+        checked = add_ollama_layers(definition, checked)
     engine_settings = build_engine_settings(engine, checked, options, label=str(path))
     plan = plan_load(path, checked, engine_settings, draft=draft)
     spec = build_engine_spec(
@@ -122,7 +126,8 @@ def load(
             media_policy=media_policy,
             strip_media=checked["strip_media"],
             replay=checked["replay"],
-            ollama_parameters=registry.read_ollama_parameters(str(model)),
+            ollama_parameters=None if definition is None else definition.parameters,
+            default_lora=[] if definition is None else list(name_adapters(definition)),
             sampling_defaults=sampling,
             shorten_embeddings=checked["shorten_embeddings"],
             reranker=checked["reranker"],
@@ -149,6 +154,27 @@ def resolve_model_path(model: str | os.PathLike[str], *, fetch: bool, needs_tria
     else:
         is_proven(path)
     return path
+
+
+def add_ollama_layers(definition: OllamaDefinition, options: LoadOptions) -> LoadOptions:
+    """Return the options with what Ollama stores with its model: context, projector, adapters. Given ones win."""
+    context, trained = definition.parameters.get("num_ctx"), read_facts(definition.path).hyperparameters.trained_context
+    if options["context"] is None and isinstance(context, int | float) and context >= 1:
+        options = {**options, "context": min(int(context), trained or int(context))}
+    if options["projector"] is None and definition.projector is not None:
+        options = {**options, "projector": definition.projector}
+    adapters = name_adapters(definition)
+    try:
+        read_adapters(definition.path, adapters)
+    except LoadError as error:
+        raise InvalidModel(str(definition.path), f"its layer `adapter` cannot be used: {error}") from None
+    return {**options, "adapters": {**adapters, **options["adapters"]}}
+
+
+def name_adapters(definition: OllamaDefinition) -> dict[str, tuple[str, float]]:
+    """Return the adapters of a model of Ollama as the option `adapters`, with the scale 1."""
+    names = ["ollama", *(f"ollama-{number}" for number in range(2, len(definition.adapters) + 1))]
+    return {name: (str(path), 1.0) for name, path in zip(names, definition.adapters, strict=False)}
 
 
 def resolve_draft(draft: str | os.PathLike[str] | None, *, fetch: bool) -> DraftSource | None:

@@ -103,7 +103,7 @@ from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.pooling import MAX_POOLED_TOKENS
 from afterglow.engine.sampling.logprobs import TokenLogprob
 from afterglow.engine.scoring import plan_windows, score_text
-from afterglow.engine.types.adapters import Adapter, resolve_adapters
+from afterglow.engine.types.adapters import Adapter, AdapterSet, resolve_adapters
 from afterglow.engine.types.cache_events import CacheEventPage
 from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.media import EncodedMedia, MediaPart
@@ -177,6 +177,7 @@ class Model(Closeable):
         strip_media: bool = False,
         replay: bool = True,
         ollama_parameters: Mapping[str, object] | None = None,
+        default_lora: Sequence[str] = (),
         sampling_defaults: SamplingOptions | None = None,
         shorten_embeddings: bool | None = None,
         reranker: RerankerKind | None = None,
@@ -191,6 +192,7 @@ class Model(Closeable):
         self._strip_media = strip_media
         self._replays = replay
         self._ollama_parameters = ollama_parameters
+        self._default_lora = default_lora
         self._sampling_settings = sampling_defaults
         self._shorten_embeddings = shorten_embeddings
         self._reranker = reranker
@@ -753,8 +755,12 @@ class Model(Closeable):
             use_prefix_cache=checked["use_prefix_cache"],
             ignore_eos=checked["ignore_eos"],
             salt=checked["salt"],
-            adapters=resolve_lora(checked["lora"], self.adapters, self.name),
+            adapters=self._resolve_lora(checked["lora"]),
         )
+
+    def _resolve_lora(self, lora: LoraInput) -> AdapterSet:
+        """Return the adapters of a request. One that names none has those that belong to the model."""
+        return resolve_lora(lora or self._default_lora, self.adapters, self.name)
 
     def _choose_base_sampling(self, options: GenerationOptions) -> Sampling:
         """Return the sampling of a completion before its options: greedy, unless an option asks for a draw."""
@@ -808,7 +814,7 @@ class Model(Closeable):
     def _build_lookup(self, prompt: PromptInput, salt: str, lora: LoraInput) -> Request:
         """Build a request that is only looked up in the prefix cache."""
         request = self.build_request(prompt, salt=salt)
-        return replace(request, adapters=resolve_lora(lora, self.adapters, self.name))
+        return replace(request, adapters=self._resolve_lora(lora))
 
     # --- prefix cache
 
@@ -835,7 +841,7 @@ class Model(Closeable):
         True
         """
         seconds = math.inf if retention_seconds is None else check_float("retention_seconds", retention_seconds, 0)
-        entries, adapters = self._build_entries(prompt)[0], resolve_lora(lora, self.adapters, self.name)
+        entries, adapters = self._build_entries(prompt)[0], self._resolve_lora(lora)
         pin = functools.partial(cache.pin, entries=entries, salt=salt, retention_seconds=seconds, adapters=adapters)
         self._get_host().call_each(pin)
 
@@ -845,7 +851,7 @@ class Model(Closeable):
         >>> model.unpin("This was never pinned.")
         False
         """
-        entries, adapters = self._build_entries(prompt)[0], resolve_lora(lora, self.adapters, self.name)
+        entries, adapters = self._build_entries(prompt)[0], self._resolve_lora(lora)
         unpin = functools.partial(cache.unpin, entries=entries, salt=salt, adapters=adapters)
         return any(self._get_host().call_each(unpin))
 
@@ -999,7 +1005,7 @@ class Model(Closeable):
         """
         self._check_length(tokens, self.context_length)
         adapters = {adapter.name: adapter for adapter in self.adapters}
-        requested = resolve_lora(lora, self.adapters, self.name)
+        requested = self._resolve_lora(lora)
         active, _ = resolve_adapters(requested, adapters, np.asarray(tokens, dtype=np.int64))
         score = functools.partial(
             score_text, tokens=tokens, first=first, alternatives=alternatives, adapters=active, salt=salt

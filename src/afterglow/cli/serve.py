@@ -19,7 +19,14 @@ from rich.console import Console
 
 from afterglow import registry
 from afterglow.api.fit import WANTED_CONTEXT_TOKENS, FitPlan
-from afterglow.api.load import apply_disk_cache, build_engine_settings, count_shared_bytes, load, plan_load
+from afterglow.api.load import (
+    add_ollama_layers,
+    apply_disk_cache,
+    build_engine_settings,
+    count_shared_bytes,
+    load,
+    plan_load,
+)
 from afterglow.api.model import Model
 from afterglow.api.options import LoadOptions, build_model_settings, get_fields
 from afterglow.cli import options
@@ -147,6 +154,8 @@ def choose_server_settings(settings: Settings) -> ServerSettings:
 def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -> ModelRegistry:
     """Build the registry of the served models with their budget. Raises `OutOfMemory` if a model cannot fit."""
     options = build_load_options(models, settings)
+    for name, model in models.items():
+        options[name] = add_ollama_options(model, options[name])
     plans, nbytes, limits = plan_budget(models, options, settings)
 
     def build_installed(model: LocalModel) -> ServedModel:
@@ -155,6 +164,7 @@ def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -
         own = settings if table is None else settings.model_copy(update={"models": {**settings.models, name: table}})
         load_options = build_load_options([name], own)
         load_options[name]["adapters"] = own.get_model_table(name).load_options.get("adapters", {})
+        load_options[name] = add_ollama_options(model.name, load_options[name])
         plan, model_bytes, _ = plan_budget({name: model.name}, load_options, own)
         served = build_served_model(name, model.name, load_options[name], plan[name], model_bytes[name], own)
         keep_alive = INSTALLED_KEEP_ALIVE_SECONDS if served.keep_alive == math.inf else served.keep_alive
@@ -206,8 +216,15 @@ def build_served_model(
         pinned=table.pinned,
         path=registry.resolve(model),
         adapters=tuple(load_options["adapters"]),
+        definition=registry.read_ollama_definition(str(model)),
         with_context=change_context if server.allow_reload else None,
     )
+
+
+def add_ollama_options(model: str | Path, options: LoadOptions) -> LoadOptions:
+    """Return the options of `load` with what Ollama stores with a model of its own."""
+    definition = registry.read_ollama_definition(str(model))
+    return options if definition is None else add_ollama_layers(definition, options)
 
 
 def build_load_options(names: Collection[str], settings: Settings) -> dict[str, LoadOptions]:

@@ -178,7 +178,24 @@ def load_command_settings(command: typer.Context) -> Settings:
         flags["draft"] = ",".join(flags["draft"])
     server = {name: value for name, value in flags.items() if name in SERVER_FIELDS}
     names = SETTINGS_FIELDS.keys() - {"models"}  # an argument of `serve`, not a setting
-    return load_settings(server=server, **{name: value for name, value in flags.items() if name in names})
+    settings = load_settings(server=server, **{name: value for name, value in flags.items() if name in names})
+    return apply_ollama_definition(settings)
+
+
+def apply_ollama_definition(settings: Settings) -> Settings:
+    """Return the settings with the system prompt and the limit that Ollama stores with a model, unless they are set."""
+    definition = registry.read_ollama_definition(settings.model)
+    if definition is None:
+        return settings
+    limit = definition.parameters.get("num_predict")
+    values = {
+        "system": definition.system,
+        "max_tokens": limit if isinstance(limit, int) and limit >= 0 else None,
+    }
+    given = settings.model_fields_set
+    return settings.model_copy(
+        update={name: value for name, value in values.items() if value is not None and name not in given}
+    )
 
 
 def load_settings(**flags: Any) -> Settings:

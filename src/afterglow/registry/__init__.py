@@ -10,7 +10,13 @@ from afterglow.registry.catalog import (
     WheelFile,
     parse_name,
 )
-from afterglow.registry.discovery import LocalModel, discover_models, read_ollama_parameters
+from afterglow.registry.discovery import (
+    LocalModel,
+    OllamaDefinition,
+    discover_models,
+    read_ollama_definition,
+    read_ollama_parameters,
+)
 from afterglow.registry.hub import HubMatch, search_hub
 from afterglow.registry.quantizations import Variant
 from afterglow.registry.staging import DownloadProgress
@@ -36,6 +42,7 @@ __all__ = [
     "HubRepository",
     "LocalModel",
     "ModelSource",
+    "OllamaDefinition",
     "Variant",
     "WheelFile",
     "discover_models",
@@ -47,6 +54,7 @@ __all__ = [
     "models_directory",
     "parse_name",
     "pull",
+    "read_ollama_definition",
     "read_ollama_parameters",
     "remove",
     "resolve",

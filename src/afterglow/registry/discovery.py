@@ -6,18 +6,19 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from platformdirs import user_cache_path
 
+from afterglow.errors import InvalidModel
+
 SHARD_PATTERN = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-\d{5}\.gguf")
 DIGEST_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
-OLLAMA_MODEL_MEDIA_TYPE = "application/vnd.ollama.image.model"
-OLLAMA_PARAMETERS_MEDIA_TYPE = "application/vnd.ollama.image.params"
-MAX_PARAMETERS_BYTES = 1024 * 1024
+OLLAMA_MEDIA_TYPE_PREFIX = "application/vnd.ollama.image."  # of the layers of a manifest
+MAX_LAYER_BYTES = 1024 * 1024  # of a layer that is text
 # Home of the service user that Ollama's installer creates on Linux.
 OLLAMA_SERVICE_DIRECTORY = "/usr/share/ollama/.ollama/models"
 
@@ -30,6 +31,18 @@ class LocalModel:
     path: Path
     size: int
     program: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OllamaDefinition:
+    """What Ollama stores with a model of its own, beside the file. Its template is not used: it is in Go's language."""
+
+    path: Path
+    system: str | None = None
+    messages: tuple[dict[str, Any], ...] = ()  # with `role` and `content`, before those of a conversation
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    adapters: tuple[Path, ...] = ()
+    projector: Path | None = None
 
 
 def discover_models() -> list[LocalModel]:
@@ -89,9 +102,9 @@ def find_hub_models() -> Iterator[LocalModel]:
 def find_ollama_models() -> Iterator[LocalModel]:
     """Yield the models of Ollama; each manifest names the blob of its model."""
     for root, manifest, name in find_ollama_manifests():
-        blob = find_ollama_blob(root, manifest)
-        if blob and (size := read_model_size(blob)):
-            yield LocalModel(name, blob, size, "ollama")
+        for blob in read_ollama_layers(root, manifest).get("model", [])[:1]:
+            if size := read_model_size(blob):
+                yield LocalModel(name, blob, size, "ollama")
 
 
 def find_ollama_manifests() -> Iterator[tuple[Path, Path, str]]:
@@ -108,17 +121,75 @@ def read_ollama_parameters(name: str) -> dict[str, Any]:
     >>> read_ollama_parameters("smollm2")
     {}
     """
+    layers = find_ollama_layers(name)
+    return read_parameters_layer(layers["params"][0]) if "params" in layers else {}
+
+
+def read_ollama_definition(name: str) -> OllamaDefinition | None:
+    """Return what Ollama stores with a model; None if the name is not that of one of its models.
+
+    Raises `InvalidModel` if a layer cannot be read: without it, the model would behave differently.
+
+    >>> read_ollama_definition("smollm2")
+    """
+    layers = find_ollama_layers(name)
+    if "model" not in layers:
+        return None
+    text = {kind: read_layer(name, kind, layers[kind][0]) for kind in ("system", "messages") if kind in layers}
+    messages = parse_json(text.get("messages", "[]"))
+    if not isinstance(messages, list) or not all(is_message(message) for message in messages):
+        raise InvalidModel(name, "its layer `messages` is not a list of messages")
+    return OllamaDefinition(
+        path=layers["model"][0],
+        system=text.get("system") or None,
+        messages=tuple(messages),
+        parameters=read_parameters_layer(layers["params"][0]) if "params" in layers else {},
+        adapters=tuple(layers.get("adapter", ())),
+        projector=layers["projector"][0] if "projector" in layers else None,
+    )
+
+
+def find_ollama_layers(name: str) -> dict[str, list[Path]]:
+    """Return the files of the layers of a model of Ollama by kind, e.g. `params`; none if it is not one of Ollama."""
     if not name.startswith("ollama:"):
         return {}
-    for root, manifest, found in find_ollama_manifests():
-        if found == name and (blob := find_ollama_blob(root, manifest, OLLAMA_PARAMETERS_MEDIA_TYPE)):
-            try:
-                with blob.open("rb") as stream:
-                    values = json.loads(stream.read(MAX_PARAMETERS_BYTES))
-            except (OSError, ValueError, RecursionError):
-                return {}
-            return values if isinstance(values, dict) else {}
-    return {}
+    manifests = ((root, manifest) for root, manifest, found in find_ollama_manifests() if found == name)
+    return next((read_ollama_layers(root, manifest) for root, manifest in manifests), {})
+
+
+def read_layer(name: str, kind: str, blob: Path) -> str:
+    """Return the text of a layer; raise `InvalidModel` if it cannot be read."""
+    try:
+        with blob.open("rb") as stream:
+            content = stream.read(MAX_LAYER_BYTES + 1)
+        if len(content) > MAX_LAYER_BYTES:
+            raise InvalidModel(name, f"its layer `{kind}` has more than {MAX_LAYER_BYTES:,} bytes")
+        return content.decode()
+    except (OSError, ValueError) as error:
+        raise InvalidModel(name, f"its layer `{kind}` cannot be read: {error}") from None
+
+
+def read_parameters_layer(blob: Path) -> dict[str, Any]:
+    """Return the parameters of a layer; empty if it is malformed."""
+    try:
+        with blob.open("rb") as stream:
+            values = parse_json(stream.read(MAX_LAYER_BYTES))
+    except OSError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, or None: `parse_json("[]")` → `[]`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def is_message(value: Any) -> bool:
+    """Whether a value is a message: `is_message({"role": "user", "content": "hello"})`."""
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
 def parse_ollama_name(parts: tuple[str, ...]) -> str:
@@ -131,16 +202,17 @@ def parse_ollama_name(parts: tuple[str, ...]) -> str:
     return f"{'/'.join(path)}:{tag}"
 
 
-def find_ollama_blob(root: Path, manifest: Path, media_type: str = OLLAMA_MODEL_MEDIA_TYPE) -> Path | None:
-    """Return the file of a layer that a manifest names, or None: `find_ollama_blob(root, manifest)`."""
+def read_ollama_layers(root: Path, manifest: Path) -> dict[str, list[Path]]:
+    """Return the files of the layers that a manifest names, by kind: `read_ollama_layers(root, manifest)["model"]`."""
+    layers: dict[str, list[Path]] = {}
     try:
-        layers = json.loads(manifest.read_bytes())["layers"]
-        digests = [layer["digest"] for layer in layers if layer["mediaType"] == media_type]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
-    if not digests or not isinstance(digests[0], str) or not DIGEST_PATTERN.fullmatch(digests[0]):
-        return None
-    return root / "blobs" / digests[0].replace(":", "-")
+        for layer in json.loads(manifest.read_bytes())["layers"]:
+            kind, digest = layer["mediaType"].removeprefix(OLLAMA_MEDIA_TYPE_PREFIX), layer["digest"]
+            if DIGEST_PATTERN.fullmatch(digest):
+                layers.setdefault(kind, []).append(root / "blobs" / digest.replace(":", "-"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}
+    return layers
 
 
 def find_models(root: Path) -> Iterator[tuple[Path, int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import operator
 import threading
 import time
@@ -16,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from fastapi import Response
@@ -45,6 +46,7 @@ from afterglow.server.adapters import Lora, build_lora
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.explain import format_entries, summarize_plan
 from afterglow.server.history import HEAD_ENTRIES, TrackedRequest, extract_difference
+from afterglow.server.installed import RequestDefaults
 from afterglow.server.logs import get_record
 from afterglow.server.media import load_media
 from afterglow.server.priority import get_engine_priority, is_batch_line
@@ -58,6 +60,8 @@ from afterglow.server.sse import (
 )
 from afterglow.server.state import ServerState, merge_streams
 from afterglow.server.volatile import StablePrompt, move_volatile_spans
+
+SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class GenerationRequest(ABC):
     lora: Lora = field(default_factory=list)  # set by `start_generation`, from the body and the name of the model
     service_tier: str | None = None
     keep_alive: float | None = None  # seconds for which the model stays loaded after the request
+    defaults: RequestDefaults | None = None  # None: those of the model
 
     @property
     def choices(self) -> int:
@@ -93,6 +98,12 @@ class GenerationRequest(ABC):
         """Raise `limit_exceeded` if the request exceeds a limit of the server."""
         limits.check_limit(state.settings, "max_choices", "n", self.n)
         limits.check_limit(state.settings, "max_logit_bias", "logit_bias", len(self.sampling_fields.logit_bias or {}))
+
+    def apply_defaults(self, model_defaults: RequestDefaults) -> Self:
+        """Return the request with the defaults of the model, unless it has its own."""
+        defaults = self.defaults or model_defaults
+        max_tokens = defaults.max_tokens if self.max_tokens is None else self.max_tokens
+        return replace(self, stop=self.stop or list(defaults.stop), max_tokens=max_tokens)
 
     def adapt(self, state: ServerState, model: Model) -> GenerationRequest:
         """Return the request as the model can serve it, or raise the error of a field that it cannot honour."""
@@ -184,6 +195,22 @@ class ConversationRequest(GenerationRequest):
         limits.check_limit(settings, "max_tools", "tools", len(self.tools))
         limits.check_grammar_size("tools", [tool.definition for tool in self.tools], settings)
         limits.check_grammar_size("response_format", self.prompt_options.get("response_format"), settings)
+
+    def apply_defaults(self, model_defaults: RequestDefaults) -> Self:
+        """Return the request with the defaults of the model, unless it has its own. Its system prompt stays first."""
+        request = GenerationRequest.apply_defaults(self, model_defaults)
+        own = len(list(itertools.takewhile(lambda message: message.role in SYSTEM_ROLES, self.messages)))
+        first = (self.defaults or model_defaults).list_first_messages(has_system=own > 0)
+        return replace(
+            request,
+            messages=[*self.messages[:own], *first, *self.messages[own:]],
+            breakpoints=[
+                replace(breakpoint, message=breakpoint.message + len(first))
+                if breakpoint.message >= own
+                else breakpoint
+                for breakpoint in self.breakpoints
+            ],
+        )
 
     def adapt(self, state: ServerState, model: Model) -> GenerationRequest:
         """Return the request as the model can serve it, or raise the error of a field that it cannot honour."""
@@ -307,6 +334,8 @@ async def build_prompt(
     state: ServerState, model: Model, request: ConversationRequest, resources: contextlib.ExitStack
 ) -> ChatPrompt:
     """Render the prompt that a request would have, without running it. Its media are released with `resources`."""
+    if (slot := state.models.slots.get(model.name)) is not None:
+        request = request.apply_defaults(slot.request_defaults)
     loaded = await request.adapt_prompt(state, model).load_media(state, model, resources)
     return await state.run_text_work(lambda: loaded.plan_messages(model, loaded.messages).prompt)
 
@@ -511,9 +540,11 @@ async def explain_plan(
 async def start_generation(state: ServerState, model_name: str | None, request: GenerationRequest) -> Generation:
     """Admit a request, load its media and submit it to the engine."""
     model = await state.get_generating_model(model_name)
+    slot = state.models.get_requested_slot(model_name)
     request.check_limits(state)
     if request.keep_alive is not None:
-        state.models.get_requested_slot(model_name).set_keep_alive(request.keep_alive)
+        slot.set_keep_alive(request.keep_alive)
+    request = request.apply_defaults(slot.request_defaults)
     lora = build_lora(state.models, model, model_name, request.sampling_fields.lora)
     request = replace(request.adapt(state, model), lora=lora)
     is_line, priority = is_batch_line(), request.priority

@@ -1,12 +1,17 @@
 """Models on this machine by the names that clients use: those of Ollama's models have no prefix, as in Ollama.
 
-A name without a tag has the tag `latest`.
+A name without a tag has the tag `latest`. `RequestDefaults` is what Ollama stores with a model for its requests.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from afterglow import registry
-from afterglow.registry import LocalModel
+from afterglow.chat.messages import Message
+from afterglow.registry import LocalModel, OllamaDefinition
 
 DEFAULT_TAG = ":latest"
 OLLAMA_PREFIX = "ollama:"  # of Ollama's models in the registry
@@ -59,3 +64,37 @@ def find_installed_model(name: str) -> LocalModel | None:
     """Return a model on this machine by name. Paths are not names: a client must not choose files. Blocking."""
     names = list_registry_names(name)
     return next((model for model in list_installed_models() if model.name in names), None)
+
+
+# --- requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDefaults:
+    """What requests to a model have unless they set it."""
+
+    system: str | None = None
+    messages: tuple[Message, ...] = ()  # before those of the request
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+
+    def list_first_messages(self, *, has_system: bool) -> list[Message]:
+        """List the messages before those of a request. If it has a system prompt of its own, that one applies."""
+        first = list(self.messages)
+        if self.system and (not first or first[0].role != "system"):
+            first.insert(0, Message(role="system", content=self.system))
+        return list(itertools.dropwhile(lambda message: message.role == "system", first)) if has_system else first
+
+
+def build_request_defaults(definition: OllamaDefinition | None) -> RequestDefaults:
+    """Return what Ollama stores with a model of its own for its requests."""
+    if definition is None:
+        return RequestDefaults()
+    stop, limit = definition.parameters.get("stop"), definition.parameters.get("num_predict")
+    stops: Iterable[object] = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
+    return RequestDefaults(
+        system=definition.system,
+        messages=tuple(Message(role=message["role"], content=message["content"]) for message in definition.messages),
+        stop=tuple(text for text in stops if isinstance(text, str) and text),
+        max_tokens=int(limit) if isinstance(limit, int | float) and limit >= 0 else None,
+    )

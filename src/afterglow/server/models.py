@@ -23,9 +23,10 @@ from afterglow.api.fit import FitPlan
 from afterglow.api.model import Model
 from afterglow.closeable import Closeable
 from afterglow.errors import AfterglowError, Closed, InvalidArgument, ModelNotFound, OutOfMemory
-from afterglow.registry import LocalModel
+from afterglow.registry import LocalModel, OllamaDefinition
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.installed import (
+    build_request_defaults,
     find_installed_model,
     get_client_name,
     list_installed_models,
@@ -54,6 +55,7 @@ class ServedModel:
     path: Path | None = None  # of its file
     adapters: tuple[str, ...] = ()  # names of its LoRA adapters
     installed: LocalModel | None = None  # if it was added because a client named it, not on the command line
+    definition: OllamaDefinition | None = None  # what Ollama stores with the model
     with_context: Callable[[int], ServedModel] | None = None  # the same with another context length, if that is allowed
 
 
@@ -71,6 +73,8 @@ class ModelSlot:
         self.adapters = served.adapters
         self.default_lora: tuple[tuple[str, float], ...] = ()  # adapters of requests that name none
         self.installed = served.installed
+        self.definition = served.definition
+        self.request_defaults = build_request_defaults(served.definition)
         self.created = int(time.time())
         self.last_used = time.monotonic()  # end of the last request, or the load
         self.active_requests = 0

@@ -69,11 +69,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_ollama_model(root: Path, name: str, tag: str, model: str = "successor-window") -> None:
-    """Write a model and its parameters as Ollama stores them."""
+def write_ollama_model(root: Path, name: str, tag: str, model: str = "successor-window", **others: Any) -> None:
+    """Write a model, its parameters and its other layers as Ollama stores them."""
     layers = []
-    for kind, data in (("model", models.get_path(model).read_bytes()), ("params", json.dumps(PARAMETERS))):
-        content = data if isinstance(data, bytes) else data.encode()
+    contents = {"model": models.get_path(model).read_bytes(), "params": PARAMETERS, **others}
+    for kind, data in contents.items():
+        text = data if isinstance(data, str | bytes) else json.dumps(data)
+        content = text if isinstance(text, bytes) else text.encode()
         digest = hashlib.sha256(content).hexdigest()
         (root / "blobs").mkdir(parents=True, exist_ok=True)
         (root / "blobs" / f"sha256-{digest}").write_bytes(content)
@@ -184,6 +186,72 @@ def test_every_api_serves_installed_models_by_name(folder: Path, caches_of_our_o
 
 
 @pytest.mark.native
+def test_everything_that_ollama_stores_with_a_model_applies_in_every_api(
+    tmp_path: Path, caches_of_our_own: None
+) -> None:
+    first = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "arr"}]
+    parameters = {"temperature": 0, "num_predict": 6, "num_ctx": 512, "stop": ["e"]}
+    layers: dict[str, Any] = {"params": parameters, "system": "Talk like a pirate.", "messages": first}
+    write_ollama_model(tmp_path / "ollama", "pirate", "1", "successor-attention", **layers)
+    adapter = models.get_path("adapter-attention-a").read_bytes()
+    write_ollama_model(tmp_path / "ollama", "plain", "1", "attention")
+    write_ollama_model(tmp_path / "ollama", "styled", "1", "attention", adapter=adapter)
+    write_ollama_model(tmp_path / "ollama", "broken", "1", "attention", adapter="no adapter")
+    write_ollama_model(tmp_path / "ollama", "lost", "1", "successor-window", system="lost")
+    (tmp_path / "ollama" / "blobs" / f"sha256-{hashlib.sha256(b'lost').hexdigest()}").unlink()
+    arguments = [f"tiny={models.get_path('successor-attention')}", "--ollama", "--ollama-port", "0"]
+    with run_server(*arguments, **build_environment(tmp_path)) as server:
+
+        def post(path: str, **body: Any) -> dict[str, Any]:
+            answered: dict[str, Any] = server.post(path, {"stream": False, **body}).json()
+            return answered
+
+        # system, messages, stop, num_ctx
+        prompt = server.post("/apply-template", {"model": "pirate:1", "messages": MESSAGES}).json()["prompt"]
+        assert re.search(r"pirate.*who\?.*arr.*hello", prompt, re.DOTALL)
+        chat = post("/api/chat", model="pirate:1", messages=MESSAGES)
+        assert (chat["message"]["content"], chat["done_reason"]) == ("abcd", "stop")
+        generated = post("/api/generate", model="pirate:1", prompt="hello")
+        completed = post("/v1/chat/completions", model="pirate:1", messages=MESSAGES)
+        assert generated["response"] == completed["choices"][0]["message"]["content"] == "abcd"
+        assert chat["prompt_eval_count"] == generated["prompt_eval_count"] == completed["usage"]["prompt_tokens"]
+        (running,) = [model for model in server.http.get("/api/ps").json()["models"] if model["name"] == "pirate:1"]
+        assert running["context_length"] == 512
+        # What a request sets applies instead.
+        system = [{"role": "system", "content": "no"}]
+        prompt = server.post("/apply-template", {"model": "pirate:1", "messages": [*system, *MESSAGES]}).json()[
+            "prompt"
+        ]
+        assert "pirate" not in prompt
+        assert prompt.index("no") < prompt.index("who?")
+        told = post("/api/chat", model="pirate:1", messages=[*system, *MESSAGES], options={"stop": "zz"})
+        assert (told["message"]["content"], told["done_reason"]) == (CYCLE[:6], "length")  # num_predict
+        assert told["prompt_eval_count"] < chat["prompt_eval_count"]
+        long = post("/api/chat", model="pirate:1", messages=MESSAGES, options={"stop": "m", "num_predict": -1})
+        assert long["message"]["content"] == CYCLE[:12]
+        completion = post("/v1/completions", model="pirate:1", prompt="abc", stop="zz", max_tokens=8)
+        assert completion["choices"][0]["text"] == CYCLE[3:11]
+        # The description has all of it, and a model that is made from this one has it, too.
+        shown = server.post("/api/show", {"model": "pirate:1"}).json()
+        assert (shown["system"], shown["messages"]) == ("Talk like a pirate.", first)
+        assert {"num_predict", "num_ctx", "stop"} <= set(shown["parameters"].split())
+        post("/api/create", model="polite", **{"from": "pirate:1"}, parameters={"num_predict": 2})
+        polite = post("/api/chat", model="polite", messages=MESSAGES)
+        assert (polite["message"]["content"], polite["prompt_eval_count"]) == ("ab", chat["prompt_eval_count"])
+        # adapter
+        raw = {"prompt": "the thing", "raw": True, "options": {"temperature": 0, "num_predict": 16}}
+        plain, styled = (post("/api/generate", model=name, **raw)["response"] for name in ("plain:1", "styled:1"))
+        assert plain != styled
+        completion = post("/v1/completions", model="styled:1", prompt="the thing", max_tokens=16)
+        assert completion["choices"][0]["text"] == styled
+        # A layer that cannot be used is an error that names it.
+        for name, layer in (("broken:1", "`adapter`"), ("lost:1", "`system`")):
+            for path in ("/api/chat", "/v1/chat/completions"):
+                refused = server.post(path, {"model": name, "messages": MESSAGES})
+                assert (refused.status_code, layer in refused.text) == (503, True), refused.text
+
+
+@pytest.mark.native
 def test_a_path_is_not_a_name(client: ollama.Client, folder: Path) -> None:
     for path in (folder / "models" / "mine.gguf", models.get_path("embedding")):
         with pytest.raises(ollama.ResponseError, match="no model called"):
@@ -276,6 +344,17 @@ def test_created_models_have_settings_of_their_own(client: ollama.Client, machin
     assert machine.post("/api/chat", {"model": "pirate", "messages": MESSAGES, "stream": False}).json()[
         "prompt_eval_cached_count"
     ]
+
+
+@pytest.mark.native
+def test_the_system_prompt_of_a_request_replaces_that_of_a_created_model_with_messages(client: ollama.Client) -> None:
+    first = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    client.create("guided", from_="tiny", system="Talk like a pirate.", messages=first)
+    system = {"role": "system", "content": "no"}
+    expected = client.chat("tiny", [system, *first, *MESSAGES], options=GREEDY).prompt_eval_count
+    assert client.chat("guided", [system, *MESSAGES], options=GREEDY).prompt_eval_count == expected
+    assert client.generate("guided", "hello", system="no", options=GREEDY).prompt_eval_count == expected
+    assert (client.chat("guided", MESSAGES, options=GREEDY).prompt_eval_count or 0) > (expected or 0)
 
 
 @pytest.mark.native

@@ -7,16 +7,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from afterglow.chat.messages import Message
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.generation import ConversationRequest, start_generation
 from afterglow.server.ollama import conversion
-from afterglow.server.ollama.created_models import CreatedModel
 from afterglow.server.ollama.details import format_time
 from afterglow.server.ollama.formatting import ChatLineFormatter, LineStreamResponse
 from afterglow.server.ollama.library import ModelLibrary
 from afterglow.server.ollama.routing import OllamaRoute
-from afterglow.server.ollama.schema import OllamaChatRequest, OllamaGenerationBody, OllamaMessage
+from afterglow.server.ollama.schema import OllamaChatRequest, OllamaGenerationBody
 from afterglow.server.state import ServerState
 
 EMPTY_MESSAGE = {"role": "assistant", "content": ""}
@@ -41,9 +39,10 @@ async def create_chat(state: ServerState, library: ModelLibrary, body: OllamaCha
         return await load_or_unload(state, library, body, {"message": EMPTY_MESSAGE})
     num_ctx = body.options.num_ctx if body.options else None
     opened = await library.open(body.model, num_ctx=num_ctx, keep_alive=body.keep_alive)
-    options = conversion.merge_options(opened.created, body.options)
+    options = conversion.merge_options(opened.created, body.options, opened.defaults)
     request = ConversationRequest(
-        messages=add_created_messages(opened.created, body.messages),
+        messages=conversion.build_messages(body.messages),
+        defaults=conversion.build_defaults(opened.created, opened.defaults),
         tools=conversion.build_tools(body.tools),
         prompt_options={**conversion.build_prompt_options(body, opened.created), "tool_choice": body.tool_choice},
         reasoning_field="think",
@@ -53,15 +52,6 @@ async def create_chat(state: ServerState, library: ModelLibrary, body: OllamaCha
     generation = await start_generation(state, opened.slot_name, request)
     formatter = ChatLineFormatter(opened, generation, logprobs=bool(body.logprobs))
     return await generation.respond(formatter, stream=body.stream is not False, build_stream=LineStreamResponse)
-
-
-def add_created_messages(created: CreatedModel | None, messages: list[OllamaMessage]) -> list[Message]:
-    """Return the conversation with the system prompt and the first messages of a created model."""
-    if created is None:
-        return conversion.build_messages(messages)
-    complete = conversion.build_messages([*created.first_messages, *messages])
-    system = [Message(role="system", content=created.system)] if created.system else []
-    return complete if complete[0].role == "system" else [*system, *complete]
 
 
 async def load_or_unload(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from afterglow.api.model import Model
@@ -16,6 +17,7 @@ from afterglow.chat.prompt import TruncationPolicy
 from afterglow.chat.tools.tool import Tool, build_tool
 from afterglow.server import limits
 from afterglow.server.errors import invalid_request_error
+from afterglow.server.installed import RequestDefaults
 from afterglow.server.ollama.created_models import CreatedModel
 from afterglow.server.ollama.schema import OllamaGenerationBody, OllamaMessage, OllamaOptions, OllamaTool
 from afterglow.server.schema.sampling import SamplingFields
@@ -23,13 +25,14 @@ from afterglow.server.state import ServerState
 
 GO_TEMPLATE_PATTERN = re.compile(r"\{\{-?\s*(?:\.[A-Za-z]|\$\.?|(?:if|range|with|end|else|define|template|block)\b)")
 RANDOM_SEED = -1
+NO_DEFAULTS = RequestDefaults()
 
 
 # --- messages
 
 
-def build_messages(messages: Sequence[OllamaMessage]) -> list[Message]:
-    """Convert messages. Tool calls and their results get ids if they have none.
+def build_messages(messages: Sequence[OllamaMessage], id_prefix: str = "call") -> list[Message]:
+    """Convert messages. Tool calls and their results get ids if they have none; `id_prefix` has four letters.
 
     A result belongs to the first call of the last assistant message that has its name and no result yet.
     """
@@ -40,7 +43,7 @@ def build_messages(messages: Sequence[OllamaMessage]) -> list[Message]:
         calls = []
         for call in message.tool_calls or ():
             # Nine letters and digits: some templates check this.
-            call_id, call_count = call.id or f"call{call_count:05d}", call_count + 1
+            call_id, call_count = call.id or f"{id_prefix}{call_count:05d}", call_count + 1
             arguments = json.dumps(call.function.arguments, ensure_ascii=False)
             calls.append(ToolCall(id=call_id, name=call.function.name, arguments=arguments))
         pending = calls if message.role == "assistant" else pending
@@ -86,10 +89,25 @@ def build_tools(tools: Sequence[OllamaTool] | None) -> list[Tool]:
 # --- options
 
 
-def merge_options(created: CreatedModel | None, options: OllamaOptions | None) -> OllamaOptions:
-    """Return the options of a request over the parameters of a created model."""
-    base = OllamaOptions.model_validate({}) if created is None else created.options
-    return base if options is None else base.model_copy(update=options.model_dump(exclude_none=True))
+def merge_options(
+    created: CreatedModel | None, options: OllamaOptions | None, defaults: RequestDefaults = NO_DEFAULTS
+) -> OllamaOptions:
+    """Return the options of a request over the parameters of a created model and the defaults of the served one."""
+    merged = OllamaOptions.model_validate({"stop": list(defaults.stop) or None, "num_predict": defaults.max_tokens})
+    for layer in (None if created is None else created.options, options):
+        if layer is not None:
+            merged = merged.model_copy(update={name: value for name, value in layer if value is not None})
+    return merged
+
+
+def build_defaults(created: CreatedModel | None, defaults: RequestDefaults) -> RequestDefaults:
+    """Return the messages of a created model, or else of the served one. `merge_options` has the other defaults."""
+    if created is None:
+        return replace(defaults, stop=(), max_tokens=None)
+    return RequestDefaults(
+        system=defaults.system if created.system is None else created.system,
+        messages=tuple(build_messages(created.first_messages, "made")) or defaults.messages,
+    )
 
 
 def build_sampling_fields(options: OllamaOptions, model: Model) -> SamplingFields:

@@ -21,8 +21,9 @@ from afterglow.server.generation import (
     PromptRequest,
     start_generation,
 )
+from afterglow.server.installed import RequestDefaults
 from afterglow.server.ollama import conversion
-from afterglow.server.ollama.chat import add_created_messages, load_or_unload
+from afterglow.server.ollama.chat import load_or_unload
 from afterglow.server.ollama.formatting import GenerateLineFormatter, LineStreamResponse
 from afterglow.server.ollama.library import ModelLibrary, OpenedModel
 from afterglow.server.ollama.routing import OllamaRoute
@@ -82,13 +83,16 @@ async def build_generation_request(
     state: ServerState, opened: OpenedModel, body: OllamaGenerateRequest, salt: str
 ) -> GenerationRequest:
     """Convert the body to a generation request."""
-    model, options = opened.model, conversion.merge_options(opened.created, body.options)
+    model, options = opened.model, conversion.merge_options(opened.created, body.options, opened.defaults)
     common = conversion.build_generation_fields(state, body, options, model, salt)
     if body.raw or body.suffix:
         prompt = await state.run_text_work(lambda: fit_plain_prompt(model, body, options))
-        return PromptRequest(prompts=[prompt], response_format=conversion.build_response_format(body), **common)
+        response_format = conversion.build_response_format(body)
+        return PromptRequest(prompts=[prompt], response_format=response_format, defaults=RequestDefaults(), **common)
     conversation = ConversationRequest(
-        messages=build_conversation(opened, body),
+        messages=build_conversation(body),
+        # A context contains the system prompt of the model already.
+        defaults=RequestDefaults() if body.context else conversion.build_defaults(opened.created, opened.defaults),
         prompt_options=conversion.build_prompt_options(body, opened.created, body.template),
         reasoning_field="think",
         overflow=conversion.get_overflow(body, options),
@@ -100,12 +104,12 @@ async def build_generation_request(
     return ContinuedRequest(context=body.context, **fields)
 
 
-def build_conversation(opened: OpenedModel, body: OllamaGenerateRequest) -> list[Message]:
-    """Return the messages of a prompt. A context contains the system prompt of a created model already."""
+def build_conversation(body: OllamaGenerateRequest) -> list[Message]:
+    """Return the messages of a prompt."""
     messages = [OllamaMessage.model_validate({"role": "user", "content": body.prompt, "images": body.images})]
     if body.system:
         messages.insert(0, OllamaMessage.model_validate({"role": "system", "content": body.system}))
-    return add_created_messages(None if body.context else opened.created, messages)
+    return conversion.build_messages(messages)
 
 
 def fit_plain_prompt(model: Model, body: OllamaGenerateRequest, options: OllamaOptions) -> FittedPrompt:

@@ -10,12 +10,14 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from afterglow import registry
 from afterglow.api.model import Model
 from afterglow.errors import LoadError, ModelNotFound
-from afterglow.registry import LocalModel
+from afterglow.registry import LocalModel, OllamaDefinition
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.installed import (
     DEFAULT_TAG,
+    RequestDefaults,
     add_tag,
     find_installed_model,
     get_client_name,
@@ -37,6 +39,12 @@ class LibraryModel:
     slot: ModelSlot | None = None  # None: it is not served yet
     installed: LocalModel | None = None  # None: it is not in the models directories, or served from the command line
     created: CreatedModel | None = None
+
+    def read_definition(self) -> OllamaDefinition | None:
+        """Read what Ollama stores with a model of its own; None for other models. Blocking."""
+        if self.slot is not None:
+            return self.slot.definition
+        return None if self.installed is None else registry.read_ollama_definition(self.installed.name)
 
     def describe(self) -> FileDetails | None:
         """Describe its file; None if the file is not known. Blocking.
@@ -65,6 +73,7 @@ class OpenedModel:
     slot_name: str  # with the adapters, if there are any
     model: Model
     created: CreatedModel | None
+    defaults: RequestDefaults  # of the served model
     started: float  # by the monotonic clock
     loaded: float
 
@@ -136,7 +145,8 @@ class ModelLibrary:
         if keep_alive is not None:
             slot.set_keep_alive(keep_alive)
         slot_name = f"{slot.name}+{adapters.removesuffix(DEFAULT_TAG)}" if has_adapters else slot.name
-        return OpenedModel(name, slot_name, model, found.created, started, time.monotonic())
+        defaults = slot.request_defaults
+        return OpenedModel(name, slot_name, model, found.created, defaults, started, time.monotonic())
 
     async def _ensure_context(self, slot: ModelSlot, context: int) -> None:
         """Load a model again if its context is too short; raise status 400 with both numbers if that is not possible.

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from afterglow import registry
 from afterglow.api.quantization import choose_quantization
 from afterglow.errors import Cancelled, ModelNotFound
-from afterglow.registry import CatalogEntry
+from afterglow.registry import CatalogEntry, OllamaDefinition
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.installed import add_tag, list_spellings
 from afterglow.server.ollama import conversion
@@ -159,14 +159,17 @@ def build_description(library: ModelLibrary, body: OllamaShowRequest) -> dict[st
     headers, created = read_headers(model.path), model.created
     metadata = headers[0].metadata
     template = (created.template if created else None) or metadata.get(CHAT_TEMPLATE_KEY)
-    parameters = (created.parameters if created else {}) or read_parameters(model)
+    definition = model.read_definition() or OllamaDefinition(path=model.path)
+    parameters = {**definition.parameters, **(created.parameters if created else {})}
+    system = definition.system if created is None or created.system is None else created.system
+    messages = (created.messages if created else []) or list(definition.messages)
     description = {
-        "modelfile": build_modelfile(model, parameters),
+        "modelfile": build_modelfile(model, parameters, system),
         "parameters": "\n".join(
             f"{name:<{PARAMETER_WIDTH_CHARACTERS}} {value}" for name, value in list_parameters(parameters)
         ),
         "template": template if isinstance(template, str) else "",
-        "system": (created.system if created else None) or "",
+        "system": system or "",
         "details": build_head(model, file)["details"],
         "model_info": build_model_info(headers, verbose=bool(body.verbose)),
         "capabilities": list_capabilities(model, file),
@@ -175,14 +178,9 @@ def build_description(library: ModelLibrary, body: OllamaShowRequest) -> dict[st
     license_text = (created.license if created else None) or metadata.get("general.license")
     if isinstance(license_text, str):
         description["license"] = license_text
-    if created and created.messages:
-        description["messages"] = created.messages
+    if messages:
+        description["messages"] = messages
     return description | ({"tensors": build_tensors(headers)} if body.verbose else {})
-
-
-def read_parameters(model: LibraryModel) -> dict[str, Any]:
-    """Read the parameters that Ollama stores with a model of its own."""
-    return registry.read_ollama_parameters(model.installed.name if model.installed else f"ollama:{model.name}")
 
 
 def list_parameters(parameters: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -192,14 +190,14 @@ def list_parameters(parameters: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, json.dumps(item, ensure_ascii=False)
 
 
-def build_modelfile(model: LibraryModel, parameters: dict[str, Any]) -> str:
+def build_modelfile(model: LibraryModel, parameters: dict[str, Any], system: str | None) -> str:
     """Build the text from which Ollama could create the same model."""
     created = model.created
     lines = [f"FROM {created.source if created else model.name}"]
     if created and created.template:
         lines.append(f'TEMPLATE """{created.template}"""')
-    if created and created.system:
-        lines.append(f'SYSTEM """{created.system}"""')
+    if system:
+        lines.append(f'SYSTEM """{system}"""')
     lines += [f"PARAMETER {name} {value}" for name, value in list_parameters(parameters)]
     return "\n".join(lines) + "\n"
 
