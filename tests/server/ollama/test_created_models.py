@@ -21,6 +21,17 @@ def test_a_created_model_is_found_with_and_without_its_default_tag(tmp_path: Pat
     assert again.list_all() == [model]
 
 
+def test_long_names_are_different_models(tmp_path: Path) -> None:
+    store, prefix = CreatedModelStore(tmp_path), f"{'a' * 80}/{'b' * 80}:{'c' * 79}"
+    for ending in "xy":
+        store.save(CreatedModel(name=prefix + ending, source=ending))
+    found = [store.find(prefix + ending) for ending in "xyz"]
+    assert [model and model.source for model in found] == ["x", "y", None]
+    assert len(store.list_all()) == 2
+    assert store.delete(prefix + "x")
+    assert store.find(prefix + "y") is not None
+
+
 def test_a_deleted_model_is_gone(tmp_path: Path) -> None:
     store = CreatedModelStore(tmp_path)
     store.save(CreatedModel(name="pirate:latest", source="tiny"))

@@ -5,6 +5,7 @@ Each is a file in the data directory, so that it outlives the server. A damaged 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from pathlib import Path
@@ -21,6 +22,8 @@ from afterglow.server.logs import logger
 from afterglow.server.ollama.schema import OllamaMessage, OllamaOptions
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}(/[A-Za-z0-9][A-Za-z0-9._-]{0,79})?(:[A-Za-z0-9._-]{1,80})?")
+
+MAX_STEM_CHARACTERS = 200  # of the name of a file; a longer one ends with a digest
 
 
 class CreatedModel(pydantic.BaseModel):
@@ -80,7 +83,11 @@ class CreatedModelStore:
         return True
 
     def _get_path(self, name: str) -> Path:
-        return self._directory / f"{quote(add_tag(name), safe='')[:200]}.json"
+        stem = quote(add_tag(name), safe="")
+        if len(stem) > MAX_STEM_CHARACTERS:
+            digest = hashlib.sha256(stem.encode()).hexdigest()
+            stem = f"{stem[: MAX_STEM_CHARACTERS - len(digest) - 1]}-{digest}"
+        return self._directory / f"{stem}.json"
 
     def _read(self, path: Path) -> CreatedModel | None:
         try:
