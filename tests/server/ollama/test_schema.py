@@ -72,6 +72,15 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
         schema.OllamaOptions.model_validate(options)
 
 
+@pytest.mark.parametrize("name", ["num_ctx", "num_predict", "top_k", "seed", "repeat_last_n", "num_gpu", "mirostat"])
+def test_an_integer_may_be_written_as_a_float(name: str) -> None:
+    value = getattr(schema.OllamaOptions.model_validate({name: 2.0, "temperature": 1.0}), name)
+    assert (value, type(value)) == (2, int)
+    for other in (2.5, "2"):
+        with pytest.raises(pydantic.ValidationError):
+            schema.OllamaOptions.model_validate({name: other})
+
+
 LOAD_OPTIONS = {
     "num_batch": 64,
     "num_gpu": 1,

@@ -73,6 +73,17 @@ class OllamaOptions(SamplingFields):
             raise PydanticCustomError("unsupported_parameter", message, context)
         return values
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _convert_integral_floats(cls, values: Any) -> Any:
+        """Convert 2048.0 to 2048, as Ollama does: some languages have no integers. Floats accept integers, too."""
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in values.items()
+        }
+
 
 class OllamaFunctionCall(StrictModel):
     name: NameField
