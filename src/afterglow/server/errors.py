@@ -161,6 +161,9 @@ def validation_to_api_error(errors: Sequence[Mapping[str, Any]], body: Any) -> A
         case "unknown_parameter":
             param = format_param_path((*first["loc"], first["ctx"]["name"]), body)
             return APIError(400, f"`{param}` {first['msg']}", param=param, code="unknown_parameter")
+        case "missing_field":  # of several fields, one must be present
+            param = format_param_path((*first["loc"], first["ctx"]["name"]), body)
+            return APIError(400, f"`{param}` is missing", param=param, code="missing_required_parameter")
         case _ if param is None:
             return APIError(400, "the body must be a JSON object")
         case "missing":

@@ -436,6 +436,38 @@ def test_a_damaged_or_missing_file_does_not_hide_the_other_models(tmp_path: Path
         assert server.post("/api/show", {"model": "good.gguf"}).status_code == 200
 
 
+NAMELESS_BODIES: dict[str, dict[str, Any]] = {
+    "/api/chat": {"messages": MESSAGES, "stream": False, "options": GREEDY},
+    "/api/generate": {"prompt": "hello", "stream": False, "options": GREEDY},
+    "/api/embed": {"input": "hello"},
+    "/api/embeddings": {"prompt": "hello"},
+    "/api/show": {},
+}
+
+
+@pytest.mark.native
+def test_the_model_is_optional_if_one_model_is_served(
+    tmp_path: Path, caches_of_our_own: None, machine: ServerProcess
+) -> None:
+    arguments = [f"tiny={models.get_path('successor-attention')}", "--context", "256"]
+    with run_server(*arguments, **build_environment(tmp_path)) as server:
+        for path, body in NAMELESS_BODIES.items():
+            response = server.post(path, body)
+            assert response.status_code == 200, response.text
+            assert response.json().get("model", "tiny") == "tiny"
+        assert server.post("/api/chat", {}).json()["model"] == "tiny"
+        assert server.post("/api/generate", {"keep_alive": 0}).json()["done_reason"] == "unload"
+        for path in ("/api/pull", "/api/create"):
+            refused = server.post(path, {"from": "tiny"} if path == "/api/create" else {})
+            assert (refused.status_code, refused.json()) == (400, {"error": "`model` is missing"})
+        refused = server.http.request("DELETE", "/api/delete", json={})
+        assert (refused.status_code, refused.json()) == (400, {"error": "`model` is missing"})
+        assert server.post("/api/show", []).json() == {"error": "the body must be a JSON object"}
+    for path, body in NAMELESS_BODIES.items():
+        refused = machine.post(path, body)
+        assert (refused.status_code, refused.json()["error"][:18]) == (400, "`model` is missing")
+
+
 @pytest.mark.native
 def test_created_models_outlive_the_server(client: ollama.Client, folder: Path) -> None:
     client.create("lasting", from_="tiny", parameters={"num_predict": 5})

@@ -58,14 +58,15 @@ async def load_or_unload(
     state: ServerState, library: ModelLibrary, body: OllamaGenerationBody, content: dict[str, Any]
 ) -> Response:
     """Respond to a request without a prompt: load the model, or unload it if `keep_alive` is 0."""
+    name = library.get_name(body.model)
     if body.keep_alive == 0:
-        found = await state.run_text_work(lambda: library.find(body.model))
+        found = await state.run_text_work(lambda: library.find(name))
         if found.slot is not None:
             await state.run_engine_call(found.slot.name, found.slot.unload)
         reason = "unload"
     else:
         num_ctx = body.options.num_ctx if body.options else None
-        await library.open(body.model, num_ctx=num_ctx, keep_alive=body.keep_alive)
+        await library.open(name, num_ctx=num_ctx, keep_alive=body.keep_alive)
         reason = "load"
-    head = {"model": body.model, "created_at": format_time()}
+    head = {"model": name, "created_at": format_time()}
     return JSONResponse({**head, **content, "done": True, "done_reason": reason})

@@ -61,7 +61,7 @@ async def create_embeddings(state: ServerState, library: ModelLibrary, body: Oll
     vectors = await embed_all(state, opened.model, tokens, salt)
     return JSONResponse(
         {
-            "model": body.model,
+            "model": opened.requested_name,
             "embeddings": shorten_vectors(vectors, body.dimensions or width).tolist() if len(vectors) else [],
             "total_duration": to_nanoseconds(time.monotonic() - opened.started),
             "load_duration": to_nanoseconds(opened.load_seconds),

@@ -90,6 +90,10 @@ class ModelLibrary:
         self._state = state
         self.created_models = CreatedModelStore()
 
+    def get_name(self, name: str | None) -> str:
+        """Return the name of a request, or that of the only served model; raise status 400 if there are several."""
+        return self._state.models.get_slot(None).name if name is None else name
+
     def find(self, name: str) -> LibraryModel:
         """Return a model by name; raise `ModelNotFound` if there is none. Blocking."""
         created = None if self._find_slot(name) else self.created_models.find(name)
@@ -132,9 +136,9 @@ class ModelLibrary:
             raise ModelNotFound(name[:200], f"{reason}, or with `--ollama`, which serves every installed model")
         return replace(found, slot=slot), slot
 
-    async def open(self, name: str, *, num_ctx: int | None, keep_alive: float | None) -> OpenedModel:
+    async def open(self, name: str | None, *, num_ctx: int | None, keep_alive: float | None) -> OpenedModel:
         """Load a model for a request, and set how long it stays loaded. It is not unloaded before the request ends."""
-        started = time.monotonic()
+        started, name = time.monotonic(), self.get_name(name)
         base, plus, adapters = name.partition("+")
         has_adapters = bool(plus) and self._find_slot(base) is not None
         found, slot = await self.get_slot(base if has_adapters else name)

@@ -152,10 +152,11 @@ def list_capabilities(model: LibraryModel, file: FileDetails) -> list[str]:
 
 def build_description(library: ModelLibrary, body: OllamaShowRequest) -> dict[str, Any]:
     """Build the description of a model. Blocking."""
-    model = library.find(body.model_name)
+    name = library.get_name(body.model or body.name)
+    model = library.find(name)
     file = model.describe()
     if file is None or model.path is None:
-        raise ModelNotFound(body.model_name, "its file is not known")
+        raise ModelNotFound(name, "its file is not known")
     headers, created = read_headers(model.path), model.created
     metadata = headers[0].metadata
     template = (created.template if created else None) or metadata.get(CHAT_TEMPLATE_KEY)

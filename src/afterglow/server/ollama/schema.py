@@ -21,6 +21,9 @@ from afterglow.server.schema.sampling import SamplingFields
 
 FIXED_AT_LOAD = "it is fixed when the model is loaded"
 ModelField: TypeAlias = Annotated[NameField, pydantic.Field(min_length=1)]
+OptionalModelField: TypeAlias = Annotated[
+    ModelField | None, pydantic.Field(description="Default: the only served model.")
+]
 Think: TypeAlias = bool | Literal["low", "medium", "high", "max"]
 Format: TypeAlias = Annotated[
     Literal["", "json"] | JsonObject, pydantic.Field(description="`json`, or the JSON schema of the response.")
@@ -127,7 +130,7 @@ class OllamaTool(StrictModel):
 class OllamaGenerationBody(StrictModel):
     """Fields of /api/chat and /api/generate."""
 
-    model: ModelField
+    model: OptionalModelField = None
     stream: bool | None = pydantic.Field(None, description="Default: true.")
     format: Format | None = None
     options: OllamaOptions | None = None
@@ -171,7 +174,7 @@ class OllamaGenerateRequest(OllamaGenerationBody):
 class OllamaEmbedRequest(StrictModel):
     """Texts to embed."""
 
-    model: ModelField
+    model: OptionalModelField = None
     input: str | list[str]
     truncate: bool | None = pydantic.Field(None, description="Cut the end of texts that are too long. Default: refuse.")
     dimensions: int | None = pydantic.Field(None, ge=0, description="Dimensions to return; 0: all.")
@@ -182,7 +185,7 @@ class OllamaEmbedRequest(StrictModel):
 class OllamaEmbeddingsRequest(StrictModel):
     """A text to embed, in the old form."""
 
-    model: ModelField
+    model: OptionalModelField = None
     prompt: str | None = None
     options: OllamaOptions | None = None
     keep_alive: KeepAliveField = None
@@ -197,7 +200,7 @@ class NamedModel(StrictModel):
     @pydantic.model_validator(mode="after")
     def _check_name(self) -> NamedModel:
         if not (self.model or self.name):
-            raise ValueError("`model` is missing")
+            raise PydanticCustomError("missing_field", "is missing", {"name": "model"})
         return self
 
     @property
@@ -206,9 +209,11 @@ class NamedModel(StrictModel):
         return self.model or self.name or ""
 
 
-class OllamaShowRequest(NamedModel):
+class OllamaShowRequest(StrictModel):
     """A model to describe."""
 
+    model: OptionalModelField = None
+    name: ModelField | None = pydantic.Field(None, description="Old name of `model`.")
     verbose: bool | None = pydantic.Field(None, description="Also return long lists, e.g. the vocabulary.")
     system: Any = unsupported("create a model with this system prompt")
     template: Any = unsupported("create a model with this template")
