@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -70,6 +71,13 @@ def test_options_of_the_request_replace_parameters_of_a_created_model() -> None:
     created = CreatedModel(name="a:latest", source="b", parameters={"temperature": 0.1, "top_k": 3})
     options = conversion.merge_options(created, OllamaOptions.model_validate({"top_k": 7}))
     assert (options.temperature, options.top_k, options.min_p) == (0.1, 7, None)
+
+
+def test_adapters_of_the_request_are_options_like_others() -> None:
+    options = conversion.merge_options(None, OllamaOptions.model_validate({"lora": [{"name": "style", "scale": 0.5}]}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert options.model_dump(exclude_none=True) == {"lora": [{"name": "style", "scale": 0.5}]}
 
 
 @pytest.mark.parametrize(("given", "tokens"), [(None, None), (-1, None), (-2, None), (0, 0), (7, 7)])
