@@ -162,6 +162,13 @@ def list_nav(entry: Any) -> Iterator[str]:
         yield from list_nav(value)
 
 
+def test_the_page_on_the_api_lists_every_route_once() -> None:
+    table = (ROOT / "docs" / "api.md").read_text().split("| route | purpose |\n")[1].split("\n\n")[0]
+    routes = [line.split(" | ")[0] for line in table.splitlines()]
+    assert len(routes) > 20
+    assert len(routes) == len(set(routes))
+
+
 def test_the_navigation_of_the_site_has_every_page_once() -> None:
     nav = Counter(list_nav(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
