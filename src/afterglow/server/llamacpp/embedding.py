@@ -43,8 +43,8 @@ async def create_embeddings(state: ServerState, body: LlamaEmbeddingRequest, sal
         raise invalid_request_error("content", "`content` is missing", "missing_required_parameter")
     prompts = list_prompts(body.content)
     limits.check_limit(state.settings, "max_inputs", "content", len(prompts))
-    refuse_adapters(state.models, body.model, "an embedding")
     model = await state.get_model(body.model)
+    refuse_adapters(state.models, body.model, "an embedding")
     token_lists = await state.run_text_work(lambda: [tokenize_prompt(model, prompt) for prompt in prompts])
     if not token_lists or not all(token_lists):
         raise invalid_request_error("content", "`content` must not be empty")

@@ -40,8 +40,8 @@ async def rank_documents(state: ServerState, body: RerankRequest, salt: str, pat
         raise invalid_request_error("documents", "`documents` must not be empty")
     limits.check_limit(state.settings, "max_documents", "documents", len(body.documents))
     documents = [document if isinstance(document, str) else document.text for document in body.documents]
-    refuse_adapters(state.models, body.model, "a ranking")
     model = await state.get_model(body.model)
+    refuse_adapters(state.models, body.model, "a ranking")
     ticket = state.get_admission_queue(model).admit(1)
     try:
         ranking = await state.run_long_call(
