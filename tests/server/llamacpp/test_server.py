@@ -181,26 +181,26 @@ def test_slot_files_stay_in_their_directory(limited: ServerProcess, name: str) -
     assert (answer["status"], answer["error"]["param"]) == (400, "filename")
 
 
-def test_a_damaged_slot_file_is_refused(limited: ServerProcess) -> None:
-    arguments = list(limited.process.args)  # type: ignore[arg-type]
+def save_slot_file(server: ServerProcess, name: str) -> Path:
+    """Save a slot and return its file."""
+    arguments = list(server.process.args)  # type: ignore[arg-type]
     directory = Path(str(arguments[arguments.index("--slot-save-path") + 1]))
-    body = {"model": "tiny", "prompt": "damaged", "n_predict": 1, "id_slot": 0}
-    limited.post("/completion", body, headers=KEYS["first"])
-    change_slot(limited, "save", 0, filename="damaged.bin", model="tiny")
-    (path,) = directory.rglob("damaged.bin")
+    body = {"model": "tiny", "prompt": name, "n_predict": 1, "id_slot": 0}
+    server.post("/completion", body, headers=KEYS["first"])
+    change_slot(server, "save", 0, filename=name, model="tiny")
+    (path,) = directory.rglob(name)
+    return path
+
+
+def test_a_damaged_slot_file_is_refused(limited: ServerProcess) -> None:
+    path = save_slot_file(limited, "damaged.bin")
     path.write_bytes(path.read_bytes()[:-1])
     answer = change_slot(limited, "restore", 0, filename="damaged.bin", model="tiny")
     assert (answer["status"], answer["error"]["param"]) == (400, "filename")
 
 
 def test_a_slot_is_not_saved_over_a_directory(limited: ServerProcess) -> None:
-    arguments = list(limited.process.args)  # type: ignore[arg-type]
-    directory = Path(str(arguments[arguments.index("--slot-save-path") + 1]))
-    body = {"model": "tiny", "prompt": "a directory", "n_predict": 1, "id_slot": 0}
-    limited.post("/completion", body, headers=KEYS["first"])
-    change_slot(limited, "save", 0, filename="one.bin", model="tiny")
-    (saved,) = directory.rglob("one.bin")
-    (saved.parent / "folder").mkdir()
+    (save_slot_file(limited, "one.bin").parent / "folder").mkdir()
     answer = change_slot(limited, "save", 0, filename="folder", model="tiny")
     assert (answer["status"], answer["error"]["message"]) == (400, "'folder' is a directory")
 
