@@ -158,9 +158,9 @@ def resolve_model_path(model: str | os.PathLike[str], *, fetch: bool, needs_tria
 
 def add_ollama_layers(definition: OllamaDefinition, options: LoadOptions) -> LoadOptions:
     """Return the options with what Ollama stores with its model: context, projector, adapters. Given ones win."""
-    context, trained = definition.parameters.get("num_ctx"), read_facts(definition.path).hyperparameters.trained_context
-    if options["context"] is None and isinstance(context, int | float) and context >= 1:
-        options = {**options, "context": min(int(context), trained or int(context))}
+    if options["context"] is None and definition.context is not None:
+        trained = read_facts(definition.path).hyperparameters.trained_context
+        options = {**options, "context": min(definition.context, trained or definition.context)}
     if options["projector"] is None and definition.projector is not None:
         options = {**options, "projector": definition.projector}
     adapters = name_adapters(definition)

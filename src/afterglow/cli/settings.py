@@ -187,11 +187,7 @@ def apply_ollama_definition(settings: Settings) -> Settings:
     definition = registry.read_ollama_definition(settings.model)
     if definition is None:
         return settings
-    limit = definition.parameters.get("num_predict")
-    values = {
-        "system": definition.system,
-        "max_tokens": limit if isinstance(limit, int) and limit >= 0 else None,
-    }
+    values = {"system": definition.system, "max_tokens": definition.max_tokens}
     given = settings.model_fields_set
     return settings.model_copy(
         update={name: value for name, value in values.items() if value is not None and name not in given}

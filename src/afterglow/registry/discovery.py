@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,20 @@ class OllamaDefinition:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     adapters: tuple[Path, ...] = ()
     projector: Path | None = None
+
+    @property
+    def context(self) -> int | None:
+        """Context length to load the model with (`num_ctx`)."""
+        return self._get_count("num_ctx", 1)
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Limit of a response (`num_predict`)."""
+        return self._get_count("num_predict", 0)
+
+    def _get_count(self, name: str, low: int) -> int | None:
+        value = self.parameters.get(name)
+        return int(value) if isinstance(value, int | float) and low <= value < math.inf else None
 
 
 def discover_models() -> list[LocalModel]:

@@ -90,11 +90,11 @@ def build_request_defaults(definition: OllamaDefinition | None) -> RequestDefaul
     """Return what Ollama stores with a model of its own for its requests."""
     if definition is None:
         return RequestDefaults()
-    stop, limit = definition.parameters.get("stop"), definition.parameters.get("num_predict")
+    stop = definition.parameters.get("stop")
     stops: Iterable[object] = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
     return RequestDefaults(
         system=definition.system,
         messages=tuple(Message(role=message["role"], content=message["content"]) for message in definition.messages),
         stop=tuple(text for text in stops if isinstance(text, str) and text),
-        max_tokens=int(limit) if isinstance(limit, int | float) and limit >= 0 else None,
+        max_tokens=definition.max_tokens,
     )

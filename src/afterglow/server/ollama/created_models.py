@@ -22,7 +22,6 @@ from afterglow.server.logs import logger
 from afterglow.server.ollama.schema import OllamaMessage, OllamaOptions
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}(/[A-Za-z0-9][A-Za-z0-9._-]{0,79})?(:[A-Za-z0-9._-]{1,80})?")
-
 MAX_STEM_CHARACTERS = 200  # of the name of a file; a longer one ends with a digest
 
 
