@@ -8,31 +8,39 @@ import sys
 import termios
 from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 ItemT = TypeVar("ItemT")
+
+
+@contextlib.contextmanager
+def restore_terminal_mode() -> Iterator[list[Any] | None]:
+    """Restore the mode of the terminal on exit. Yields a copy of the mode; None without a terminal."""
+    try:
+        descriptor = sys.stdin.fileno()
+        before = termios.tcgetattr(descriptor)
+    except (termios.error, OSError, ValueError):
+        yield None
+        return
+    try:
+        yield [*before]
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal was closed
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 @contextlib.contextmanager
 def hold_keys() -> Iterator[None]:
     """Do not echo typed keys, because they would break the drawing. The next prompt reads them.
 
-    Ctrl-C still sends SIGINT. The mode of the terminal is restored on exit. Does nothing without a terminal.
+    Ctrl-C still sends SIGINT. Does nothing without a terminal.
     """
-    try:
-        descriptor = sys.stdin.fileno()
-        before = termios.tcgetattr(descriptor)
-    except (termios.error, OSError, ValueError):
+    with restore_terminal_mode() as mode:
+        if mode is not None:
+            mode[0] &= ~termios.ICRNL  # Enter stays a carriage return, as the line editor expects it
+            mode[3] &= ~(termios.ECHO | termios.ICANON)
+            termios.tcsetattr(sys.stdin.fileno(), termios.TCSANOW, mode)
         yield
-        return
-    mode = termios.tcgetattr(descriptor)
-    mode[0] &= ~termios.ICRNL  # Enter stays a carriage return, as the line editor expects it
-    mode[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(descriptor, termios.TCSANOW, mode)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
 class InterruptGuard:
@@ -77,14 +85,18 @@ class InterruptGuard:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into `SystemExit`, so that the terminal is restored before the process ends."""
+    """Turn SIGTERM and SIGHUP into `SystemExit`, and restore the mode of the terminal on exit.
+
+    The line editor restores the mode itself, except if the signal arrives while it changes the mode.
+    """
 
     def exit_process(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
     previous = {number: signal.signal(number, exit_process) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield
+        with restore_terminal_mode():
+            yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
