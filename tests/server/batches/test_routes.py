@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import stat
+import time
 from pathlib import Path
 
+import openai
 import pytest
+from openai.types import Batch
 
 from afterglow.testing import models
 from support.batch_lines import (
@@ -209,6 +212,40 @@ def test_a_batch_that_is_too_late_expires(batch_server: ServerProcess):
     assert batch.status == "expired"
     assert batch.request_counts.failed > 0
     assert read_results(client, batch.error_file_id)[-1]["error"]["code"] == "batch_expired"
+
+
+def test_a_batch_that_is_cancelled_while_another_runs_ends_at_once_and_has_a_result_for_each_line(
+    batch_server: ServerProcess,
+):
+    client = batch_server.client()
+    first = start_batch(client, [build_line(f"{n}", max_tokens=1500, ignore_eos=True) for n in range(300)])
+    assert wait_until(120, lambda: client.batches.retrieve(first.id).status == "in_progress")
+    second = start_batch(client, [build_line("a"), "no JSON"])
+    client.batches.cancel(second.id)
+    second = wait_for_end(client, second.id)
+    assert client.batches.cancel(first.id).status == "cancelling", "it was still running"
+    check_unstarted(client, second, "cancelled")
+    wait_for_end(client, first.id)
+
+
+def test_a_batch_that_expires_while_another_runs_has_a_result_for_each_line(batch_server: ServerProcess):
+    client = batch_server.client()
+    first = start_batch(client, [build_line(f"{n}", max_tokens=1500, ignore_eos=True) for n in range(300)])
+    assert wait_until(120, lambda: client.batches.retrieve(first.id).status == "in_progress")
+    second = start_batch(client, [build_line("a"), "no JSON"], completion_window="1s")
+    wait_until(120, lambda: time.time() >= second.expires_at)
+    client.batches.cancel(first.id)
+    check_unstarted(client, wait_for_end(client, second.id), "expired")
+    wait_for_end(client, first.id)
+
+
+def check_unstarted(client: openai.OpenAI, batch: Batch, status: str) -> None:
+    """Check the results of a batch with one valid and one invalid line, of which none ran."""
+    assert batch.status == status
+    assert (batch.request_counts.total, batch.request_counts.failed) == (2, 2)
+    errors = read_results(client, batch.error_file_id)
+    assert [error["custom_id"] for error in errors] == ["a", None]
+    assert errors[0]["error"]["code"] == f"batch_{status}"
 
 
 def test_each_common_prefix_is_computed_once(batch_server: ServerProcess):

@@ -106,11 +106,15 @@ class BatchExecution:
         self._path: Path = store.get_path(batch.input_file_id)
         self._attempts: dict[int, int] = {}
 
+    async def validate(self) -> None:
+        """Store the lines, unless that was done before. Also a batch that does not run has a result for each line."""
+        if self._batch.in_progress_at is None:
+            await asyncio.to_thread(self._store_lines)
+
     async def prepare(self) -> bool:
         """Validate and order the lines, unless that was done before; return False if there is no valid line."""
         batch, store = self._batch, self._store
-        if batch.in_progress_at is None:
-            await asyncio.to_thread(self._validate)
+        await self.validate()
         lines = await asyncio.to_thread(store.list_lines, batch.id)
         if not lines:
             return False
@@ -122,15 +126,20 @@ class BatchExecution:
             await asyncio.to_thread(store.set_order, batch.id, numbers)
         return True
 
-    def _validate(self) -> None:
-        """Store all lines, and the results of invalid ones."""
+    def _store_lines(self) -> None:
+        """Store all lines, and the results of invalid ones. A stopped batch needs no models."""
         batch, limit = self._batch, self._max_lines
         lines: list[BatchLine] = []
         invalid: list[InvalidLine] = []
         descriptions: list[dict[str, Any]] = []
+        checks_models = not self._is_stopped()
         with open(self._path, "rb") as source:
             for line in parse_lines(source, batch.endpoint, refuses_hints=self._state.settings.strict):
-                if isinstance(line, BatchLine) and (error := self._find_model_error(line)) is not None:
+                if (
+                    checks_models
+                    and isinstance(line, BatchLine)
+                    and (error := self._find_model_error(line)) is not None
+                ):
                     line = InvalidLine(line.number, line.custom_id, error)
                 (lines if isinstance(line, BatchLine) else invalid).append(line)  # type: ignore[arg-type]
                 if limit is not None and len(lines) + len(invalid) > limit:

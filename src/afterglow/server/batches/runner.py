@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sqlite3
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import FastAPI
 
@@ -25,26 +26,32 @@ MESSAGES = {
 }
 
 
+def is_over(batch: StoredBatch) -> bool:
+    """Whether a batch does not run any more."""
+    return batch.status == "cancelling" or time.time() >= batch.expires_at
+
+
 class BatchRunner:
-    """Task of a server that runs batches. Several servers may share a store: each batch is run by one of them."""
+    """Tasks of a server that run batches. Several servers may share a store: each batch is run by one of them."""
 
     def __init__(self, state: ServerState, store: BatchStore) -> None:
         self._state = state
         self._store = store
         self._wake_event = asyncio.Event()
+        self._cancel_event = asyncio.Event()
         self._cancelled_ids: set[str] = set()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, app: FastAPI) -> None:
-        """Start the task in the running event loop."""
-        self._task = asyncio.ensure_future(self._run(app))
+        """Start the tasks in the running event loop: one runs batches, one ends those that wait and will not run."""
+        work = ((self._run_batches, self._wake_event), (self._end_waiting_batches, self._cancel_event))
+        self._tasks = [asyncio.ensure_future(self._repeat(app, run, event)) for run, event in work]
 
     async def stop(self) -> None:
         """Stop after the last result that was stored. Running lines run again after a restart."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._store.close)
 
     def wake(self) -> None:
@@ -52,37 +59,47 @@ class BatchRunner:
         self._wake_event.set()
 
     def cancel(self, id: str) -> None:
-        """Stop a batch that runs here, whose status is `cancelling`."""
+        """Stop a batch that runs or waits here, whose status is `cancelling`."""
         self._cancelled_ids.add(id)
-        self.wake()
+        self._cancel_event.set()
 
-    async def _run(self, app: FastAPI) -> None:
+    async def _repeat(self, app: FastAPI, run: Callable[[FastAPI], Awaitable[None]], event: asyncio.Event) -> None:
         while True:
-            self._wake_event.clear()
+            event.clear()
             try:
                 if self._store.exists:
-                    await self._run_batches(app)
+                    await run(app)
             except (Closed, asyncio.CancelledError):
                 return  # the server stops
             except (OSError, sqlite3.Error) as error:
                 logger.error("batches do not run: %s", error)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake_event.wait(), IDLE_SECONDS)
+                await asyncio.wait_for(event.wait(), IDLE_SECONDS)
 
     async def _run_batches(self, app: FastAPI) -> None:
         await asyncio.to_thread(self._store.delete_expired, self._state.settings.file_retention)
         for batch in await asyncio.to_thread(self._store.list_unfinished):
-            with self._store.claim(batch.id) as is_claimed:
-                if not is_claimed:
+            async with self._claim(batch) as current:
+                if current is None:
                     continue
-                # Another process may have finished it meanwhile.
-                current = await asyncio.to_thread(self._store.get_batch, batch.id)
-                if current is None or current.is_final:
-                    continue
-                is_over = current.status == "cancelling" or time.time() >= current.expires_at
                 await self._state.add_named_model(current.model)
-                if is_over or self._serves(current):
+                if is_over(current) or self._serves(current):
                     await self._run_batch(app, current)
+
+    async def _end_waiting_batches(self, app: FastAPI) -> None:
+        """End the cancelled and expired batches that no process runs, while others run."""
+        for batch in await asyncio.to_thread(self._store.list_unfinished):
+            if is_over(batch):
+                async with self._claim(batch) as current:
+                    if current is not None:
+                        await self._run_batch(app, current)
+
+    @contextlib.asynccontextmanager
+    async def _claim(self, batch: StoredBatch) -> AsyncIterator[StoredBatch | None]:
+        """Claim a batch and yield it as it is now; None if another task or process runs it or has ended it."""
+        with self._store.claim(batch.id) as is_claimed:
+            current = await asyncio.to_thread(self._store.get_batch, batch.id) if is_claimed else None
+            yield None if current is None or current.is_final else current
 
     def _serves(self, batch: StoredBatch) -> bool:
         """Whether this server has the models of the one that accepted a batch, or the model that its lines name.
@@ -120,6 +137,7 @@ class BatchRunner:
         )
         try:
             if is_stopped():
+                await execution.validate()
                 is_complete = False
             elif not await execution.prepare():
                 final, is_complete = "failed", True
