@@ -18,6 +18,7 @@ from afterglow.server.app import ERROR_FORMATS, build_routed_app
 from afterglow.server.auth import AuthMiddleware, get_tenant_salt
 from afterglow.server.errors import APIError, ErrorFormats, install_error_handlers
 from afterglow.server.generation import ConversationRequest, Generation, PromptRequest, start_generation
+from afterglow.server.installed import RequestDefaults
 from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.schema.base import StrictModel, StrictRoute
 from afterglow.server.schema.sampling import SamplingFields
@@ -139,3 +140,26 @@ def test_a_second_api_formats_the_error_that_ends_a_stream(client: TestClient) -
                 os.kill(model._lifecycle.get_host().pid, signal.SIGKILL)
     assert text.startswith(CYCLE[:1])
     assert text.endswith("!engine_crashed")
+
+
+def test_the_defaults_of_a_model_apply_to_what_a_request_does_not_set() -> None:
+    defaults = RequestDefaults(
+        system="Be brief.", stop=("x",), max_tokens=4, chat_template="t", sampling={"top_k": 3, "overflow": "shift"}
+    )
+    ours = Message(role="user", content="hello")
+    request = ConversationRequest(messages=[ours], sampling_fields=SamplingFields(), prompt_options={})
+    filled = request.apply_defaults(defaults)
+    assert [message.content for message in filled.messages] == ["Be brief.", "hello"]
+    assert (filled.stop, filled.max_tokens, filled.overflow, filled.sampling_fields.top_k) == (["x"], 4, "shift", 3)
+    assert filled.prompt_options["chat_template"] == "t"
+    own = ConversationRequest(
+        messages=[Message(role="system", content="Rhyme."), ours],
+        sampling_fields=SamplingFields(top_k=5, overflow="refuse"),
+        prompt_options={"chat_template": "own"},
+        stop=["y"],
+        max_tokens=9,
+    )
+    kept = own.apply_defaults(defaults)
+    assert [message.content for message in kept.messages] == ["Rhyme.", "hello"]
+    assert (kept.stop, kept.max_tokens, kept.overflow, kept.sampling_fields.top_k) == (["y"], 9, "refuse", 5)
+    assert kept.prompt_options["chat_template"] == "own"

@@ -21,7 +21,7 @@ from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.explain import explain_prompt_miss, format_entries
 from afterglow.server.generation import ConversationRequest, build_prompt
-from afterglow.server.installed import get_client_name
+from afterglow.server.installed import ModelVariant, get_client_name
 from afterglow.server.llamacpp.errors import not_supported_error
 from afterglow.server.llamacpp.metrics import render_metrics
 from afterglow.server.llamacpp.prompts import tokenize_prompt
@@ -73,7 +73,7 @@ def build_router(state: ServerState) -> APIRouter:
 def _add_model_routes(router: APIRouter, state: ServerState) -> None:
     async def models() -> ModelList:
         cards = [card for slot in state.models.slots.values() for card in build_model_cards(slot)]
-        return ModelList(data=[*cards, *await state.run_text_work(lambda: list_addable_cards(state))])
+        return ModelList(data=[*cards, *await state.run_text_work(lambda: list_unserved_cards(state))])
 
     for path in ("/v1/models", "/models"):
         router.get(path, summary="List the served models")(models)
@@ -81,7 +81,10 @@ def _add_model_routes(router: APIRouter, state: ServerState) -> None:
     @router.get("/v1/models/{name:path}", summary="Retrieve a model")
     async def model(name: str) -> ModelCard:
         cards = {card.id: card for slot in state.models.slots.values() for card in build_model_cards(slot)}
-        return cards.get(name) or build_model_card(await state.get_slot(name))
+        if name in cards:
+            return cards[name]
+        card, variant = build_model_card(await state.get_slot(name)), state.models.find_variant(name)
+        return card if variant is None else build_variant_card(variant, card)
 
     @router.post("/models/load", summary="Load a model; others are unloaded if there is no room")
     async def load_model(body: LoadModelRequest) -> ChangedModelCard:
@@ -127,27 +130,43 @@ def build_model_cards(slot: ModelSlot) -> list[ModelCard]:
     return [card, *(card.model_copy(update={"id": name, "parent": slot.name}) for name in names)]
 
 
-def list_addable_cards(state: ServerState) -> list[ModelCard]:
-    """Build the model objects of the models on this machine that are served as soon as a client names them."""
-    return [
-        ModelCard(
-            id=get_client_name(model.name),
-            created=int(get_modified_time(model.path)),
-            parent=None,
-            meta=None,
-            last_used=None,
-            expires_at=None,
-            sampling=None,
-            loaded=False,
-            state="not loaded",
-            status=ModelStatus(value="unloaded"),
-            bytes={},
-            pinned=False,
-            active_requests=0,
-            capabilities=[],
-        )
-        for model in state.models.list_addable()
-    ]
+def list_unserved_cards(state: ServerState) -> list[ModelCard]:
+    """Build the model objects of created models, and of those on this machine that are served when they are named.
+
+    Blocking.
+    """
+    cards = []
+    for variant, slot in state.models.list_variants():
+        card = build_unserved_card(variant.source, variant.created) if slot is None else build_model_card(slot)
+        cards.append(build_variant_card(variant, card))
+    for model in state.models.list_addable():
+        cards.append(build_unserved_card(get_client_name(model.name), get_modified_time(model.path)))
+    return cards
+
+
+def build_variant_card(variant: ModelVariant, card: ModelCard) -> ModelCard:
+    """Build the model object of a variant from that of its model."""
+    return card.model_copy(update={"id": variant.name, "parent": card.id, "created": int(variant.created)})
+
+
+def build_unserved_card(name: str, created: float) -> ModelCard:
+    """Build the model object of a model without a slot."""
+    return ModelCard(
+        id=name,
+        created=int(created),
+        parent=None,
+        meta=None,
+        last_used=None,
+        expires_at=None,
+        sampling=None,
+        loaded=False,
+        state="not loaded",
+        status=ModelStatus(value="unloaded"),
+        bytes={},
+        pinned=False,
+        active_requests=0,
+        capabilities=[],
+    )
 
 
 def build_model_meta(model: Model) -> ModelMeta:
@@ -203,7 +222,7 @@ def _add_text_routes(router: APIRouter, state: ServerState) -> None:
         model = await state.get_model(body.model)
         with contextlib.ExitStack() as resources:
             conversation = build_conversation_request(end_with_message(body), get_tenant_salt(request))
-            prompt = await build_prompt(state, model, conversation, resources)
+            prompt = await build_prompt(state, body.model, model, conversation, resources)
             return ApplyTemplateResponse(prompt=prompt.text, tokens=prompt.cells)
 
 
@@ -327,7 +346,7 @@ async def build_prompt_input(
         raise invalid_request_error("prompt", "set either `messages` or `prompt`")
     if body.prompt is not None:
         return body.prompt
-    return await build_prompt(state, model, build_conversation_request(body, salt), resources)
+    return await build_prompt(state, body.model, model, build_conversation_request(body, salt), resources)
 
 
 def pin_prompt(model: Model, prompt: PromptInput, salt: str, lora: Lora) -> PinResponse:

@@ -103,7 +103,11 @@ class GenerationRequest(ABC):
         """Return the request with the defaults of the model, unless it has its own."""
         defaults = self.defaults or model_defaults
         max_tokens = defaults.max_tokens if self.max_tokens is None else self.max_tokens
-        return replace(self, stop=self.stop or list(defaults.stop), max_tokens=max_tokens)
+        unset = {
+            name: value for name, value in defaults.sampling.items() if getattr(self.sampling_fields, name) is None
+        }
+        fields = self.sampling_fields.model_copy(update=unset)
+        return replace(self, stop=self.stop or list(defaults.stop), max_tokens=max_tokens, sampling_fields=fields)
 
     def adapt(self, state: ServerState, model: Model) -> GenerationRequest:
         """Return the request as the model can serve it, or raise the error of a field that it cannot honour."""
@@ -200,9 +204,14 @@ class ConversationRequest(GenerationRequest):
         """Return the request with the defaults of the model, unless it has its own. Its system prompt stays first."""
         request = GenerationRequest.apply_defaults(self, model_defaults)
         own = len(list(itertools.takewhile(lambda message: message.role in SYSTEM_ROLES, self.messages)))
-        first = (self.defaults or model_defaults).list_first_messages(has_system=own > 0)
+        defaults = self.defaults or model_defaults
+        first = defaults.list_first_messages(has_system=own > 0)
+        template = self.prompt_options.get("chat_template") or defaults.chat_template
+        is_given = self.sampling_fields.overflow is not None
         return replace(
             request,
+            prompt_options={**self.prompt_options, "chat_template": template},
+            overflow=self.overflow if is_given else defaults.sampling.get("overflow", self.overflow),
             messages=[*self.messages[:own], *first, *self.messages[own:]],
             breakpoints=[
                 replace(breakpoint, message=breakpoint.message + len(first))
@@ -331,11 +340,17 @@ def choose_reasoning(state: ServerState, model: Model, options: PromptOptions, f
 
 
 async def build_prompt(
-    state: ServerState, model: Model, request: ConversationRequest, resources: contextlib.ExitStack
+    state: ServerState,
+    model_name: str | None,
+    model: Model,
+    request: ConversationRequest,
+    resources: contextlib.ExitStack,
 ) -> ChatPrompt:
-    """Render the prompt that a request would have, without running it. Its media are released with `resources`."""
-    if (slot := state.models.slots.get(model.name)) is not None:
-        request = request.apply_defaults(slot.request_defaults)
+    """Render the prompt that a request would have, without running it. Its media are released with `resources`.
+
+    `model_name` is that of the request: it determines the defaults.
+    """
+    request = request.apply_defaults(state.models.get_request_defaults(model_name))
     loaded = await request.adapt_prompt(state, model).load_media(state, model, resources)
     return await state.run_text_work(lambda: loaded.plan_messages(model, loaded.messages).prompt)
 
@@ -544,7 +559,7 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
     request.check_limits(state)
     if request.keep_alive is not None:
         slot.set_keep_alive(request.keep_alive)
-    request = request.apply_defaults(slot.request_defaults)
+    request = request.apply_defaults(state.models.get_request_defaults(model_name))
     lora = build_lora(state.models, model, model_name, request.sampling_fields.lora)
     request = replace(request.adapt(state, model), lora=lora)
     is_line, priority = is_batch_line(), request.priority

@@ -1,13 +1,15 @@
 """Models on this machine by the names that clients use: those of Ollama's models have no prefix, as in Ollama.
 
-A name without a tag has the tag `latest`. `RequestDefaults` is what Ollama stores with a model for its requests.
+A name without a tag has the tag `latest`. `RequestDefaults` is what Ollama stores with a model for its requests. A
+`ModelVariant` is another name for a model, with defaults of its own.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from afterglow import registry
 from afterglow.chat.messages import Message
@@ -77,6 +79,20 @@ class RequestDefaults:
     messages: tuple[Message, ...] = ()  # before those of the request
     stop: tuple[str, ...] = ()
     max_tokens: int | None = None
+    chat_template: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of a request by name
+
+    def fall_back(self, other: RequestDefaults) -> RequestDefaults:
+        """Return these with the values of `other` for what is not set."""
+        return replace(
+            self,
+            system=other.system if self.system is None else self.system,
+            messages=self.messages or other.messages,
+            stop=self.stop or other.stop,
+            max_tokens=other.max_tokens if self.max_tokens is None else self.max_tokens,
+            chat_template=self.chat_template or other.chat_template,
+            sampling={**other.sampling, **self.sampling},
+        )
 
     def list_first_messages(self, *, has_system: bool) -> list[Message]:
         """List the messages before those of a request. If it has a system prompt of its own, that one applies."""
@@ -84,6 +100,26 @@ class RequestDefaults:
         if self.system and (not first or first[0].role != "system"):
             first.insert(0, Message(role="system", content=self.system))
         return list(itertools.dropwhile(lambda message: message.role == "system", first)) if has_system else first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelVariant:
+    """A name for a model with request defaults of its own, such as a model that a client created."""
+
+    name: str  # without the default tag
+    source: str  # name of the model that it uses
+    created: float  # Unix time
+    defaults: RequestDefaults
+
+
+class VariantFinder(Protocol):
+    """Finds variants by name."""
+
+    def find(self, name: str) -> ModelVariant | None:
+        """Return a variant by its name, with or without the default tag."""
+
+    def list_all(self) -> list[ModelVariant]:
+        """List all variants. Blocking."""
 
 
 def build_request_defaults(definition: OllamaDefinition | None) -> RequestDefaults:

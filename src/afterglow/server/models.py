@@ -26,6 +26,9 @@ from afterglow.errors import AfterglowError, Closed, InvalidArgument, ModelNotFo
 from afterglow.registry import LocalModel, OllamaDefinition
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.installed import (
+    ModelVariant,
+    RequestDefaults,
+    VariantFinder,
     build_request_defaults,
     find_installed_model,
     get_client_name,
@@ -411,6 +414,7 @@ class ModelRegistry(Closeable):
         self.changed = threading.Condition(threading.RLock())
         self.limits = dict(limits or {})
         self._build_installed = build_installed
+        self.variants: VariantFinder | None = None
         self.slots = {name: ModelSlot(name, served, self) for name, served in models.items()}
         self._queue: list[ModelSlot] = []  # loads that wait for room, in the order in which they may have it
         self._timer: threading.Thread | None = None
@@ -433,7 +437,9 @@ class ModelRegistry(Closeable):
                 raise invalid_request_error("model", message, "missing_required_parameter")
             return only
         if (slot := self._find_named_slot(name)) is None:
-            raise ModelNotFound(name[:200], f"served models: {served}")
+            variant = self.find_variant(name)
+            made = f"it is made from {variant.source}, which is not served; " if variant else ""
+            raise ModelNotFound(name[:200], f"{made}served models: {served}")
         return slot
 
     def find_slot(self, name: str) -> ModelSlot | None:
@@ -454,12 +460,22 @@ class ModelRegistry(Closeable):
         return (base, plus + suffix) if self._find_named_slot(base) or has_adapters else (name, "")
 
     def get_requested_slot(self, name: str | None) -> ModelSlot:
-        """Return the slot for a request. If only one model is served, every name selects it, as a hint."""
+        """Return the slot for a request. If only one model is served, every unknown name selects it, as a hint."""
         name, _ = self.split_name(name)
-        is_unknown = name is not None and self._find_named_slot(name) is None
+        is_unknown = name is not None and self._find_named_slot(name) is None and self.find_variant(name) is None
         if is_unknown and (only := self._get_only_slot()) is not None and get_record().accept_hint("model"):
             return only
         return self.get_slot(name)
+
+    def get_request_defaults(self, name: str | None) -> RequestDefaults:
+        """Return what a request has unless it sets it: of the variant that it names, and of the model."""
+        defaults = self.get_requested_slot(name).request_defaults
+        variant = None if name is None else self.find_variant(self.split_name(name)[0] or name)
+        return defaults if variant is None else variant.defaults.fall_back(defaults)
+
+    def find_variant(self, name: str) -> ModelVariant | None:
+        """Return the variant of this name, unless a model is served under it."""
+        return None if self.variants is None or self.find_slot(name) is not None else self.variants.find(name)
 
     def _get_only_slot(self) -> ModelSlot | None:
         """Return the served model if there is one. Models that clients have named before do not count."""
@@ -467,9 +483,12 @@ class ModelRegistry(Closeable):
         return named[0] if len(named) == 1 else None
 
     def _find_named_slot(self, name: str) -> ModelSlot | None:
-        """Return the slot of a model by its name or an alias."""
-        slot = self.find_slot(name)
-        return slot or next((self.slots[model] for pattern, model in self._aliases if fnmatchcase(name, pattern)), None)
+        """Return the slot of a model by its name, by that of a variant, or by an alias."""
+        if (slot := self.find_slot(name)) is not None:
+            return slot
+        if (variant := self.find_variant(name)) is not None:
+            return self.find_slot(variant.source)
+        return next((self.slots[model] for pattern, model in self._aliases if fnmatchcase(name, pattern)), None)
 
     # --- installed models
 
@@ -483,9 +502,21 @@ class ModelRegistry(Closeable):
         Without effect if it is served, or if there is none, or if only the models of the command line are served.
         """
         for base in dict.fromkeys([name, name.partition("+")[0]] if name else []):
-            if self.can_add(base) and base and (model := find_installed_model(base)) is not None:
-                self.add_installed(model)
-                return
+            if base and self.can_add(base):
+                variant = self.find_variant(base)
+                if (model := find_installed_model(variant.source if variant else base)) is not None:
+                    self.add_installed(model)
+                    return
+
+    def list_variants(self) -> list[tuple[ModelVariant, ModelSlot | None]]:
+        """List the variants that requests can name, with the slot of their model if it is served now. Blocking."""
+        found = []
+        for variant in [] if self.variants is None else self.variants.list_all():
+            slot, can_add = self.find_slot(variant.source), self._build_installed is not None
+            is_known = slot is not None or (can_add and find_installed_model(variant.source) is not None)
+            if is_known and self.find_slot(variant.name) is None:
+                found.append((variant, slot))
+        return found
 
     def list_addable(self) -> list[LocalModel]:
         """List the models on this machine that are served as soon as a client names them. Blocking."""

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import ollama
+import openai
 import pytest
 from PIL import Image
 from starlette.testclient import TestClient
@@ -344,6 +346,71 @@ def test_created_models_have_settings_of_their_own(client: ollama.Client, machin
     assert machine.post("/api/chat", {"model": "pirate", "messages": MESSAGES, "stream": False}).json()[
         "prompt_eval_cached_count"
     ]
+
+
+@pytest.mark.native
+def test_created_models_are_served_by_every_api_with_their_settings(
+    client: ollama.Client, machine: ServerProcess
+) -> None:
+    first = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    parameters = {"num_predict": 5, "temperature": 0, "seed": -1, "repeat_last_n": -1, "stop": ["d"]}
+    client.create("sailor", from_="tiny", system="Talk like a sailor.", messages=first, parameters=parameters)
+    expected = client.chat("sailor", MESSAGES)
+    assert expected.message.content == "abc"
+    count = expected.prompt_eval_count
+    with (
+        openai.OpenAI(base_url=f"{machine.url}/v1", api_key="x") as gpt,
+        anthropic.Anthropic(base_url=machine.url, api_key="x") as claude,
+    ):
+        for name in ("sailor", "sailor:latest"):
+            chat = gpt.chat.completions.create(model=name, messages=MESSAGES)
+            assert (chat.choices[0].message.content, chat.usage and chat.usage.prompt_tokens) == ("abc", count)
+        response = gpt.responses.create(model="sailor", input="hello")
+        assert (response.output_text, response.usage and response.usage.input_tokens) == ("abc", count)
+        completion = gpt.completions.create(model="sailor", prompt="abc", stop=["zz"])
+        assert completion.choices[0].text == CYCLE[3:8]  # num_predict
+        message = claude.messages.create(model="sailor", messages=MESSAGES, max_tokens=9)
+        assert message.content[0].text == "abc"  # type: ignore[union-attr]
+        assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == count
+        assert claude.messages.count_tokens(model="sailor", messages=MESSAGES).input_tokens == count
+        # What a request sets applies instead.
+        told = gpt.chat.completions.create(model="sailor", messages=MESSAGES, max_tokens=2, stop=["zz"])
+        assert told.choices[0].message.content == CYCLE[:2]
+        own = [{"role": "system", "content": "no"}, *MESSAGES]
+        told = gpt.chat.completions.create(model="sailor", messages=own)
+        assert told.usage
+        assert told.usage.prompt_tokens < (count or 0)
+        # The lists of models have it, with the model that it is made from.
+        card = gpt.models.retrieve("sailor")
+        assert (card.id, card.parent) == ("sailor", "tiny")  # type: ignore[attr-defined]
+        assert card.id in [model.id for model in gpt.models.list()]
+        assert claude.models.retrieve("sailor").id == "sailor"
+        assert "sailor" in [model.id for model in claude.models.list()]
+        prompt = machine.post("/apply-template", {"model": "sailor", "messages": MESSAGES}).json()["prompt"]
+        assert re.search(r"sailor.*x.*y.*hello", prompt, re.DOTALL)
+        # Its template, too; and a model on this machine that is not served yet is loaded for it.
+        template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+        client.create("parrot", from_="mine.gguf", template=template, parameters={"num_predict": 1})
+        parrot = gpt.chat.completions.create(model="parrot", messages=MESSAGES)
+        assert (parrot.usage and parrot.usage.prompt_tokens) == len("hello")
+        # A context that is too long is refused, not cut.
+        client.create("long", from_="tiny", parameters={"num_ctx": 4096})
+        with pytest.raises(openai.BadRequestError, match="num_ctx"):
+            gpt.chat.completions.create(model="long", messages=MESSAGES)
+        client.delete("sailor")
+        assert "sailor" not in [model.id for model in gpt.models.list()]
+
+
+@pytest.mark.native
+def test_a_created_model_whose_source_is_not_served_is_not_answered_by_another(
+    client: ollama.Client, folder: Path
+) -> None:
+    client.create("orphan", from_="mine.gguf", system="Talk like an orphan.")
+    with run_server(f"tiny={models.get_path('successor-attention')}", **build_environment(folder)) as server:
+        for path in ("/v1/chat/completions", "/api/chat"):
+            refused = server.post(path, {"model": "orphan", "messages": MESSAGES})
+            assert (refused.status_code, "mine.gguf" in refused.text) == (404, True), refused.text
+        assert "orphan" not in [card["id"] for card in server.http.get("/v1/models").json()["data"]]
 
 
 @pytest.mark.native

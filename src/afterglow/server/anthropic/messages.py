@@ -64,7 +64,7 @@ async def create_message(state: ServerState, body: MessageRequest, salt: str) ->
     diagnostics = None
     if body.diagnostics is not None and body.diagnostics.previous_message_id is not None:
         with contextlib.ExitStack() as resources:  # what is cached is compared before it changes
-            prompt = await build_prompt(state, model, request, resources)
+            prompt = await build_prompt(state, body.model, model, request, resources)
         lora = build_lora(state.models, model, body.model, body.lora)
         diagnostics = await state.run_engine_call(model.name, lambda: diagnose(model, prompt, salt, lora))
     generation = await start_generation(state, body.model, request)
@@ -82,7 +82,8 @@ async def count_tokens(state: ServerState, body: CountTokensRequest, salt: str) 
     """Count the prompt tokens that /v1/messages would report. Nothing is computed by the model."""
     model = await state.get_generating_model(body.model)
     with contextlib.ExitStack() as resources:
-        return (await build_prompt(state, model, build_conversation_request(body, model, salt), resources)).cells
+        request = build_conversation_request(body, model, salt)
+        return (await build_prompt(state, body.model, model, request, resources)).cells
 
 
 def build_conversation_request(body: MessagePromptFields, model: Model, salt: str) -> ConversationRequest:

@@ -40,6 +40,9 @@ def build_router(state: ServerState) -> APIRouter:
     @router.get("/v1/models", summary="List the served models")
     async def list_models() -> dict[str, Any]:
         data = [info for slot in state.models.slots.values() for info in build_model_infos(slot)]
+        for variant, slot in await state.run_text_work(state.models.list_variants):
+            length = None if slot is None or slot.model is None else slot.model.context_length
+            data.append(build_info(variant.name, variant.created, length))
         for model in await state.run_text_work(state.models.list_addable):
             data.append(build_info(get_client_name(model.name), get_modified_time(model.path), None))
         ids = [model["id"] for model in data] or [None]
@@ -48,7 +51,10 @@ def build_router(state: ServerState) -> APIRouter:
     @router.get("/v1/models/{name:path}", summary="Retrieve a model", response_model=None)
     async def retrieve_model(name: str) -> dict[str, Any] | JSONResponse:
         try:
-            return build_model_info(await state.get_slot(name))
+            info = build_model_info(await state.get_slot(name))
+            if (variant := state.models.find_variant(name)) is not None:
+                info = build_info(variant.name, variant.created, info["max_input_tokens"])
+            return info
         except ModelNotFound as error:
             return JSONResponse(build_error_body(to_api_error(error)), 404)
 

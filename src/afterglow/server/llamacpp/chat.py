@@ -48,7 +48,7 @@ async def count_tokens(state: ServerState, model_name: str | None, request: Conv
     """Count the tokens of a conversation with its tools and media, without running it."""
     model = await state.get_generating_model(model_name)
     with contextlib.ExitStack() as resources:
-        prompt = await build_prompt(state, model, request, resources)
+        prompt = await build_prompt(state, model_name, model, request, resources)
     return {"object": "response.input_tokens", "input_tokens": prompt.cells}
 
 

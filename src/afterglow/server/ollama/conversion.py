@@ -17,7 +17,7 @@ from afterglow.chat.prompt import TruncationPolicy
 from afterglow.chat.tools.tool import Tool, build_tool
 from afterglow.server import limits
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.installed import RequestDefaults
+from afterglow.server.installed import DEFAULT_TAG, ModelVariant, RequestDefaults
 from afterglow.server.ollama.created_models import CreatedModel
 from afterglow.server.ollama.schema import OllamaGenerationBody, OllamaMessage, OllamaOptions, OllamaTool
 from afterglow.server.schema.sampling import SamplingFields
@@ -102,19 +102,39 @@ def merge_options(
 
 def build_defaults(created: CreatedModel | None, defaults: RequestDefaults) -> RequestDefaults:
     """Return the messages of a created model, or else of the served one. `merge_options` has the other defaults."""
+    served = replace(defaults, stop=(), max_tokens=None)
     if created is None:
-        return replace(defaults, stop=(), max_tokens=None)
-    return RequestDefaults(
-        system=defaults.system if created.system is None else created.system,
-        messages=tuple(build_messages(created.first_messages, "made")) or defaults.messages,
+        return served
+    messages = tuple(build_messages(created.first_messages, "made"))
+    return RequestDefaults(system=created.system, messages=messages).fall_back(served)
+
+
+def build_variant(created: CreatedModel) -> ModelVariant:
+    """Return a created model as the other APIs serve it: its parameters are defaults of their requests."""
+    options = created.options
+    defaults = RequestDefaults(
+        system=created.system,
+        messages=tuple(build_messages(created.first_messages, "made")),
+        stop=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ()),
+        max_tokens=get_max_tokens(options),
+        chat_template=check_template(created.template),
+        sampling=list_sampling_values(options),
     )
+    name = created.name.removesuffix(DEFAULT_TAG)
+    return ModelVariant(name=name, source=created.source, created=created.modified, defaults=defaults)
 
 
-def build_sampling_fields(options: OllamaOptions, model: Model) -> SamplingFields:
-    """Convert options to the sampling fields of the server. -1 is the context for a window, and no seed."""
+def list_sampling_values(options: OllamaOptions) -> dict[str, Any]:
+    """Return the options that are sampling fields of the server, by name. -1 is no seed."""
     values = options.model_dump(include=set(SamplingFields.model_fields), exclude_none=True)
     if values.get("seed") == RANDOM_SEED:
         del values["seed"]
+    return values
+
+
+def build_sampling_fields(options: OllamaOptions, model: Model) -> SamplingFields:
+    """Convert options to the sampling fields of the server. -1 is the context for a window."""
+    values = list_sampling_values(options)
     values.setdefault("repeat_last_n", model.sampling_defaults.sampling.repeat_last_n)
     if values["repeat_last_n"] < 0:
         values["repeat_last_n"] = model.context_length

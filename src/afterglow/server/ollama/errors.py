@@ -22,9 +22,11 @@ def build_error_body(error: APIError) -> dict[str, Any]:
 
     >>> build_error_body(APIError(400, "`reasoning` is not supported: the model does not reason"))
     {'error': '`think` is not supported: the model does not reason'}
+    >>> build_error_body(APIError(400, "`stop` is not a field of this request", code="unknown_parameter"))
+    {'error': '`stop` is not a field of this request'}
     """
     message = error.message
     for name, field in FIELD_NAMES.items():
-        if message.startswith(name):
+        if message.startswith(name) and error.code != "unknown_parameter":  # which is named as the client did
             message = field + message.removeprefix(name)
     return {"error": message}

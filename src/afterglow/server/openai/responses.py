@@ -152,7 +152,7 @@ async def count_tokens(state: ServerState, store: ResponseStore, body: ResponseR
     request = await build_request(state, body, build_conversation(store, body, tools, salt), tools, salt)
     model = await state.get_generating_model(body.model)
     with contextlib.ExitStack() as resources:
-        prompt = await build_prompt(state, model, request, resources)
+        prompt = await build_prompt(state, body.model, model, request, resources)
     return {"object": "response.input_tokens", "input_tokens": prompt.cells}
 
 
