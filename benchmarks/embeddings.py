@@ -32,7 +32,7 @@ from report import Row, print_report
 from synthetic_inputs import random_text
 
 from afterglow import registry
-from afterglow.engine.pooling import PoolingContext, count_fitting_texts
+from afterglow.engine.pooling import PoolingContext, group_texts
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.model import LlamaModel, ModelSettings
 from afterglow.llama.settings import ContextSettings
@@ -87,7 +87,7 @@ def measure_library(name: str, count: int, threads: int, gpu_layers: int) -> lis
             return min(times)
 
         single = time_decodes(longest, [[text] for text in texts])
-        together = {rows: time_decodes(rows, group_texts(texts, rows)) for rows in DECODE_ROWS}
+        together = {rows: time_decodes(rows, group_texts(texts, rows, len(texts))) for rows in DECODE_ROWS}
     return [
         Row(f"{name}: llama.cpp alone, one by one", single, "s"),
         *(
@@ -101,16 +101,6 @@ def measure_library(name: str, count: int, threads: int, gpu_layers: int) -> lis
             for rows, seconds in together.items()
         ),
     ]
-
-
-def group_texts(texts: Sequence[Sequence[int]], rows: int) -> list[Sequence[Sequence[int]]]:
-    """Divide texts into decodes of up to `rows` tokens."""
-    groups, position = [], 0
-    while position < len(texts):
-        size = count_fitting_texts([len(text) for text in texts[position:]], rows)
-        groups.append(texts[position : position + size])
-        position += size
-    return groups
 
 
 def measure(name: str, count: int, prefix: str, threads: int, gpu_layers: int) -> list[Row]:

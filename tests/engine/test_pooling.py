@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +13,23 @@ import pytest
 from afterglow.engine import pooling
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.build import EngineSpec
-from afterglow.engine.pooling import MAX_TEXTS, PooledTexts, count_fitting_texts, pool_in_slices, pool_texts
+from afterglow.engine.pooling import (
+    MAX_TEXTS,
+    PooledTexts,
+    Purpose,
+    count_fitting_texts,
+    pool_in_slices,
+    pool_on_cores,
+    pool_texts,
+)
+from afterglow.engine.types.counters import EngineCounters
 from afterglow.engine.types.request import Request
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.errors import PromptTooLong, UnsupportedOperation
+from afterglow.errors import DecodeFailed, PromptTooLong, UnsupportedOperation
 from afterglow.llama.lora import LoraAdapter
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
+from support.engine_factories import Raise
 from support.play import fake, set_prefill_cost
 
 pytestmark = pytest.mark.native
@@ -28,10 +40,10 @@ EMBEDDED_KINDS = ["embedding", "attention", "window", "recurrent", "hybrid", "ex
 TEXTS = [[70, 80, 90], [100], [70, 81, 91, 101, 33, 44], [55, 56]]
 
 
-def build_engine(name: str, *, cells: int = 512, **settings: bool) -> Engine:
+def build_engine(name: str, *, cells: int = 512, threads: int = 1, **settings: bool) -> Engine:
     return EngineSpec(
         path=models.get_path(name),
-        context_settings=ContextSettings(cells=4 * cells, sequences=4, batch=64, ubatch=64, threads=1),
+        context_settings=ContextSettings(cells=4 * cells, sequences=4, batch=64, ubatch=64, threads=threads),
         engine_settings=EngineSettings(**settings),
     )()
 
@@ -122,6 +134,109 @@ def test_an_idle_engine_runs_several_decodes_in_one_call_and_a_busy_one_runs_one
     assert engine.counters.pooled_decodes == 6
 
 
+@pytest.fixture(autouse=True)
+def unlimited_core_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every decode be short enough for one core, however slow this machine is."""
+    monkeypatch.setattr(pooling, "MAX_CORE_SECONDS", 1e9)
+
+
+def build_parallel_engine(name: str, purpose: Purpose = "embedding") -> Engine:
+    """Return an engine with three threads that has pooled a text: its first decode is on all cores together."""
+    engine = build_engine(name, threads=3)
+    pool_texts(engine, purpose=purpose, prefix=[], texts=[[20]])
+    engine.counters = EngineCounters()
+    return engine
+
+
+def pool_in_parallel(engine: Engine, texts: list[list[int]], **options: Any) -> PooledTexts | None:
+    later = time.monotonic() + 60
+    return pool_on_cores(engine, **{"purpose": "embedding", "prefix": PREFIX, "texts": texts, "stop": later, **options})
+
+
+@pytest.mark.parametrize("name", EMBEDDED_KINDS)
+def test_an_idle_engine_pools_texts_on_all_cores_at_the_same_time(name: str) -> None:
+    engine = build_parallel_engine(name)
+    texts = [[20 + n] * 20 for n in range(10)]
+    pooled = pool_in_parallel(engine, texts)
+    assert pooled is not None
+    assert len(pooled.vectors) == len(texts)
+    shares = name in ("attention", "experts")
+    assert pooled.rows == (len(PREFIX) + 10 * 20 if shares else 10 * 25), "one core computes the prefix for all"
+    assert engine.counters.pooled_decodes == (4 if shares else 5)  # three texts with 20 tokens or two with 25 fit
+    assert engine.counters.pooled_texts == len(texts)
+    again = pool_in_parallel(engine, texts)
+    assert again is not None
+    assert again.rows == (10 * 20 if shares else 10 * 25)
+    for text, vector, second in zip(texts, pooled.vectors, again.vectors, strict=True):
+        alone = pool_texts(engine, purpose="embedding", prefix=[], texts=[PREFIX + text]).vectors[0]
+        assert compare(vector, alone) >= 0.9999
+        assert np.allclose(vector, second, atol=1e-4)
+    engine.close()
+
+
+def test_no_decode_begins_after_the_time_of_a_call_and_no_text_is_left_out() -> None:
+    engine = build_parallel_engine("attention")
+    texts = [[20 + n] * 20 for n in range(30)]
+    pooled = pool_in_parallel(engine, texts, stop=0.0)
+    assert pooled is not None
+    assert 3 <= len(pooled.vectors) <= 9  # one decode on each core
+    for text, vector in zip(texts, pooled.vectors, strict=False):
+        alone = pool_texts(engine, purpose="embedding", prefix=[], texts=[PREFIX + text]).vectors[0]
+        assert compare(vector, alone) >= 0.9999
+    engine.close()
+
+
+def test_one_decode_uses_all_threads_if_the_engine_is_busy_or_the_texts_are_few_or_long() -> None:
+    engine = build_parallel_engine("attention")
+    texts = [[20 + n] * 20 for n in range(7)]
+    assert pool_in_parallel(engine, texts) is not None
+    assert pool_in_parallel(engine, texts[:3]) is None
+    assert pool_in_parallel(engine, [[20] * 300, [30] * 300]) is None
+    engine.submit(Request(id="1", entries=[20, 30], max_tokens=1))
+    assert pool_in_parallel(engine, texts) is None
+    engine.close()
+
+
+def test_a_large_or_slow_model_has_one_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_parallel_engine("attention")
+    row_bytes = 4 * engine.backend.context.model.vocabulary.size
+    texts = [[20 + n] * 20 for n in range(7)]
+    with monkeypatch.context() as patch:
+        patch.setattr(pooling, "MAX_CORES_BYTES", 3 * 64 * row_bytes - 1)
+        assert pool_in_parallel(engine, texts) is None
+    assert pool_in_parallel(engine, texts) is not None
+    monkeypatch.setattr(pooling, "MAX_CORE_SECONDS", 0.0)
+    assert pool_in_parallel(engine, texts) is None, "a decode of one core would take too long"
+    engine.close()
+
+
+def test_an_error_on_one_core_reaches_the_caller_and_the_next_call_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_parallel_engine("attention")
+    texts = [[20 + n] * 20 for n in range(7)]
+    expected = pool_in_parallel(engine, texts)
+    last = pooling.get_pooling_context(engine, "embedding", 25, core=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "decode", Raise(DecodeFailed(-3, "test")))
+        patch.setattr(pooling.PoolingContext, "pool", wait_before(pooling.PoolingContext.pool))
+        with pytest.raises(DecodeFailed):
+            pool_in_parallel(engine, texts)
+    again = pool_in_parallel(engine, texts)
+    assert expected is not None
+    assert again is not None
+    assert all(np.allclose(*pair, atol=1e-4) for pair in zip(again.vectors, expected.vectors, strict=True))
+    engine.close()
+
+
+def wait_before(pool: Any) -> Any:
+    """Let each thread begin before another can take its texts."""
+
+    def wait_and_pool(*arguments: Any) -> Any:
+        time.sleep(0.2)
+        return pool(*arguments)
+
+    return wait_and_pool
+
+
 def test_in_deterministic_mode_a_vector_does_not_depend_on_other_texts() -> None:
     engine = build_engine("attention", deterministic=True)
     first = pool_texts(engine, purpose="embedding", prefix=PREFIX, texts=TEXTS).vectors
@@ -141,6 +256,15 @@ def test_a_reranker_has_scores_and_no_embeddings(pool: Pool) -> None:
     for text, vector in zip(TEXTS, together, strict=True):
         alone = pool_texts(engine, purpose="rank", prefix=[], texts=[PREFIX + text]).vectors[0]
         assert vector == pytest.approx(alone, abs=1e-4)
+
+
+def test_a_causal_reranker_computes_a_prefix_on_one_core_only() -> None:
+    engine = build_parallel_engine("reranker-causal", "rank")
+    pooled = pool_in_parallel(engine, [[20 + n] * 20 for n in range(6)], purpose="rank")
+    assert pooled is not None
+    assert pooled.rows == len(PREFIX) + 6 * 20
+    assert engine.counters.pooled_decodes == 2
+    engine.close()
 
 
 @pytest.mark.parametrize("pool", ["reranker-causal"], indirect=True)

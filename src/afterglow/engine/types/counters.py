@@ -45,11 +45,11 @@ class EngineCounters:
         self.batch_jobs += len(spans)
         return rows, draft_tokens
 
-    def record_pooling(self, texts: int, rows: int) -> None:
-        """Count a decode of texts in the context for embeddings or for the scores of a classifier head."""
+    def record_pooling(self, texts: int, rows: int, decodes: int) -> None:
+        """Count decodes of texts in the contexts for embeddings or for the scores of a classifier head."""
         self.pooled_texts += texts
         self.pooled_rows += rows
-        self.pooled_decodes += 1
+        self.pooled_decodes += decodes
 
 
 @dataclass(slots=True)
