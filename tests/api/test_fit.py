@@ -222,6 +222,15 @@ def test_the_reason_for_cache_types_is_true(options, reason) -> None:
     assert line.reason == reason
 
 
+def test_a_gpu_computes_more_rows_at_once_if_there_is_room_and_nothing_else_is_given() -> None:
+    assert plan("dense 8B", 64, 80).options["ubatch"] == 2048
+    assert plan("dense 8B", 64, 80, ubatch=256).options["ubatch"] == 256
+    assert plan("dense 8B", 64, 80, batch=1024).options["ubatch"] == 1024
+    assert plan("dense 8B", 64, 80, gpu_layers=0).options["ubatch"] == 512
+    assert plan("dense 8B", 64, 4).options["ubatch"] == 512, "its buffers would take memory from the layers"
+    assert plan("dense 8B", 64, gpu_layers=-1).options["ubatch"] == 512, "there is no GPU"
+
+
 @pytest.mark.native
 def test_load_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("afterglow.llama.model._load_pointer", lambda *_: pytest.fail("loaded"))

@@ -36,6 +36,7 @@ UNKNOWN_TRAINED_CONTEXT_TOKENS = 4096
 WANTED_SEQUENCES = 4
 CONTEXT_STEP_TOKENS = 1024
 GPU_BATCH_ROWS = 16_384  # large decodes, because a GPU is idle between two of them
+GPU_UBATCH_ROWS = 2048  # computed at once: with fewer rows, a GPU spends more of its time on reading the weights
 PROCESS_BYTES = 128 * MIB  # Python and libraries of an engine process; measured 76 to 104 MB
 MAX_RAM_RESERVE_BYTES = 2 * GIB  # for the system
 RAM_RESERVE_SHARE, GPU_RESERVE_SHARE = 8, 16  # one of so many bytes that are free
@@ -195,7 +196,7 @@ class _Planner:
                     self._change(Candidate(context=context, sequences=sequences, kv_unified=sequences > 1))
                 )
                 if first is not None:
-                    return self._separate_sequences(self._lengthen(first))
+                    return self._enlarge_ubatch(self._separate_sequences(self._lengthen(first)))
         return None
 
     def _iter_first_contexts(self) -> Iterator[int]:
@@ -255,6 +256,13 @@ class _Planner:
         if {"context", "sequences"} <= self._given.keys():
             return separate if self._fits(separate) else candidate
         return separate if self._is_unrestricted(candidate) and self._fits_comfortably(separate) else candidate
+
+    def _enlarge_ubatch(self, candidate: Candidate) -> Candidate:
+        """Let a GPU compute more rows at once, if the buffers for them fit."""
+        if not self._has_gpu or not candidate.gpu_layers or not self._is_unrestricted(candidate):
+            return candidate
+        larger = self._change(candidate, ubatch=min(GPU_UBATCH_ROWS, self._build_settings(candidate).batch))
+        return larger if self._fits_comfortably(larger) else candidate
 
     def _is_unrestricted(self, candidate: Candidate) -> bool:
         """Whether neither the cache types nor the devices of a candidate are a compromise."""

@@ -185,7 +185,7 @@ class ContextOptions(TypedDict, total=False):
         _option(
             None,
             "Maximum rows computed at once, at most `batch`. An image of a model with non-causal image attention "
-            "must fit into it. Default: 512.",
+            "must fit into it. Default: 512, or 2,048 on a GPU if the buffers fit.",
             ge=1,
         ),
     ]

@@ -84,6 +84,8 @@ def test_a_decode_that_cannot_be_interrupted_takes_half_a_second_at_most():
     assert compute_max_batch(gpu, seconds_per_entry=0.000_01) == 16_384
     assert compute_max_batch(gpu, seconds_per_entry=0.000_1) == 5000
     assert compute_max_batch(gpu, seconds_per_entry=0.01) == 512
+    assert compute_max_batch(replace(gpu, ubatch_cells=2048), seconds_per_entry=0.01) == 512
+    assert compute_max_batch(replace(gpu, ubatch_cells=64), seconds_per_entry=0.01) == 64
 
 
 def test_a_long_prefill_does_not_stall_decoding_jobs():

@@ -12,6 +12,7 @@ from afterglow.engine.types.entries import EntryInterner, common_prefix_length, 
 AGING_ENTRIES_PER_SECOND = 64  # each second of waiting offsets this many remaining prompt entries
 MIN_CHUNK_ENTRIES = 16  # a prefill always advances by this much, however small the time budget
 MAX_DECODE_SECONDS = 0.5  # bound on a decode that cannot be interrupted
+MIN_DECODE_ROWS = 512  # that such a decode may have, however slow it is
 MAX_PAUSE_SECONDS = 2.0  # a paused job takes part in a decode at least this often, so that background work advances
 BACKGROUND_DECODE_SECONDS = 0.1  # bound on a background prefill: a request that arrives meanwhile waits for its decode
 BACKGROUND_SLOWDOWN = 1.25  # how much longer a decode with tokens of other requests may take for background prefill
@@ -118,7 +119,8 @@ def compute_max_batch(capabilities: Capabilities, seconds_per_entry: float) -> i
     """Return the rows of one decode. A GPU cannot be interrupted: `MAX_DECODE_SECONDS` bounds its large batches."""
     if capabilities.interruptible:
         return capabilities.batch_cells
-    return min(capabilities.batch_cells, max(capabilities.ubatch_cells, int(MAX_DECODE_SECONDS / seconds_per_entry)))
+    least = min(capabilities.ubatch_cells, MIN_DECODE_ROWS)
+    return min(capabilities.batch_cells, max(least, int(MAX_DECODE_SECONDS / seconds_per_entry)))
 
 
 def compute_prefill_budget(

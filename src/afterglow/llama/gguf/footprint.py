@@ -19,6 +19,7 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 CELL_PADDING = 256  # llama.cpp rounds the cells of a sequence up to a multiple of this
 MASK_ELEMENT_BYTES = {True: 2, False: 4}  # by flash attention
+EMBEDDING_BUFFERS = 4  # in RAM if a GPU computes all layers; measured
 BLOCK_NAME = re.compile(r"^blk\.(\d+)\.")
 EXPERT_NAME = re.compile(r"\.ffn_(up|down|gate|gate_up)_(ch|)exps")
 # One of so many layers has full attention, the others a sliding window. llama.cpp has these numbers in its code.
@@ -135,8 +136,10 @@ class ModelFacts:
             compute_bytes=compute if gpu_layers else 0,
         )
         if gpu_layers and not ram.kv_cache_bytes and not ram.recurrent_bytes:
-            # Only the inputs of the graph are in RAM: masks and embeddings.
-            ram = replace(ram, compute_bytes=self.hyperparameters.count_mask_bytes(settings))
+            # Only the inputs of the graph are in RAM: masks, and embeddings in several buffers.
+            rows, width = min(settings.ubatch, settings.batch), self.hyperparameters.get_number("embedding_length")
+            masks = self.hyperparameters.count_mask_bytes(settings)
+            ram = replace(ram, compute_bytes=masks + EMBEDDING_BUFFERS * 4 * rows * width)
         return ram, gpu
 
 
