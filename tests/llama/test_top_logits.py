@@ -102,9 +102,11 @@ def test_rows_in_another_order_are_noticed(open_context) -> None:
     context = open_context("attention", sequences=6)
     context.enable_top_logits()
     decode_rows(context, range(6), 0)
-    top, logits = context.get_top_logits(TOP_COUNT), context.get_all_logits()
-    assert context._top_logits.verify(top, logits)
+    top, logits = context._top_logits.read(6), context.get_all_logits()
     assert not context._top_logits.verify(top, logits[::-1])
+    assert context.get_top_logits(TOP_COUNT) is None, "each graph is checked once"
+    decode_rows(context, range(5), 1)
+    assert context.get_top_logits(TOP_COUNT) is not None, "another number of rows is another graph"
 
 
 def test_the_operations_are_added_once_to_a_graph(open_context, monkeypatch: pytest.MonkeyPatch) -> None:

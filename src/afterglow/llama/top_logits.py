@@ -63,6 +63,7 @@ class TopLogitsReducer(Handle):
         self._shape = (0, 0)  # of the logits: rows, and numbers per row
         self._width = 0  # of the largest logits per row
         self._is_added = False  # to the graph that is being built
+        self._is_checked = False  # `is_verified` is of the last graph that was built
         self._device: Any = ffi.NULL  # that computes the logits; NULL is the CPU
         self._chains: list[Any] = []  # samplers of the sequences while logits are held, by sequence
         self._interface = ffi.new("struct llama_sampler_i *")  # with the callbacks, which must outlive the sampler
@@ -132,6 +133,7 @@ class TopLogitsReducer(Handle):
             return
         size = symbols.ggml_nelements(logits) // rows
         self._logits, self._shape, self._top, self._width = logits, (rows, size), None, self.count
+        self._is_checked = False
         if rows < MIN_ROWS or not MIN_SHORTLIST_CANDIDATES <= size <= MAX_VOCABULARY:
             return
         if self.count == 1:
@@ -167,11 +169,15 @@ class TopLogitsReducer(Handle):
         return TopLogits(numbers[:, : self._width].astype(np.int32), values)
 
     def verify(self, top: TopLogits, logits: NDArray[np.float32]) -> bool:
-        """Return whether these belong to the rows of `logits`, in this order. One of each row is compared."""
-        with contextlib.suppress(IndexError):
-            self.is_verified = bool((logits[np.arange(len(logits)), top.tokens[:, 0]] == top.values[:, 0]).all())
-            return self.is_verified
-        return False
+        """Return whether these belong to the rows of `logits`, in this order.
+
+        One of each row is compared, once for each graph that llama.cpp builds: it reuses a graph for many decodes.
+        """
+        if not self._is_checked:
+            self._is_checked, self.is_verified = True, False
+            with contextlib.suppress(IndexError):
+                self.is_verified = bool((logits[np.arange(len(logits)), top.tokens[:, 0]] == top.values[:, 0]).all())
+        return self.is_verified
 
     def read_logits(self, outputs: int, rows: slice) -> NDArray[np.float32]:
         """Copy `rows` of the last decode, which had this many `outputs`, all of them in its last ubatch."""

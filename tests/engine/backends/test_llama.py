@@ -120,7 +120,8 @@ def test_requests_get_the_same_tokens_from_logits_that_stay_on_the_device(
     monkeypatch: pytest.MonkeyPatch, kind: str, speculation: int | str
 ) -> None:
     monkeypatch.setattr(top_logits, "MIN_SHORTLIST_CANDIDATES", top_logits.TOP_COUNT + 1)
-    for name, value in {"MIN_HELD_ROWS": 4, "DECODES_BEFORE_CHANGE": 2, "DECODES_AFTER_DRAFTS": 4}.items():
+    limits = {"MIN_HELD_ROWS": 4, "MIN_LONG_ROWS": 40, "DECODES_BEFORE_HOLD": 2, "DECODES_BEFORE_RELEASE": 2}
+    for name, value in {**limits, "DECODES_AFTER_DRAFTS": 4}.items():
         monkeypatch.setattr(logits_hold, name, value)
     settings = ContextSettings(cells=8 * 256, sequences=8, batch=128, ubatch=64, outputs=32, threads=1)
     with LlamaModel.load(models.get_path(kind), trust=True) as model:
@@ -139,6 +140,7 @@ def test_logits_are_held_while_many_rows_are_sampled_and_released_while_few_are(
 ) -> None:
     monkeypatch.setattr(top_logits, "MIN_SHORTLIST_CANDIDATES", top_logits.TOP_COUNT + 1)
     monkeypatch.setattr(logits_hold, "MIN_HELD_ROWS", 8)
+    monkeypatch.setattr(logits_hold, "DECODES_BEFORE_RELEASE", 32)
     settings = ContextSettings(cells=8 * 256, sequences=8, batch=128, ubatch=64, outputs=32, threads=1)
     with LlamaModel.load(models.get_path("attention"), trust=True) as model, LlamaContext(model, settings) as context:
         context.enable_top_logits()
