@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import functools
+import gc
 import signal
 import socket
 import struct
@@ -135,6 +136,7 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        gc.freeze()  # the application lives as long as the process: collections beside streams need not visit it
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

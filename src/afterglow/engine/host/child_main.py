@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import pickle
 import queue
@@ -95,6 +96,8 @@ class ChildHost:
         # A restart skips what this start has found out. None: the same factory.
         restart_spec = factory.build_restart_spec(engine) if isinstance(factory, EngineSpec) else None
         self._has_spare_core = engine.backend.capabilities.decode_threads < len(list_usable_cores())
+        gc.collect()
+        gc.freeze()  # what exists now lives as long as the engine: collections beside decodes need not visit it
         self._send("ready", content=None if restart_spec is None else pack("factory", restart_spec))
         try:
             self._loop.run(engine)
