@@ -23,6 +23,7 @@ from afterglow.llama.parallel import run_parallel
 HEADER_BYTES = 8  # magic and sequence
 STATE_MAGIC = 0xAF143CD8
 CELL_INFO_SIZES = (12, 24, 20)  # models with several positions per token have more
+ELEMENT_SIZES = (1, 2, 4, 8)  # of transposed values
 FLAG_SIZES = (8, 0)  # bytes before the layers that differ between builds; stored unchanged
 MAX_LAYERS = 4096
 MATRIX_HEADER_BYTES = 12  # before the keys, and before the values, of a layer
@@ -60,7 +61,8 @@ class KVLayout:
             layers = tuple(LAYER_RECORD.iter_unpack(data[LAYOUT_HEADER.size :]))
         except struct.error as error:
             raise InvalidState(f"its layout cannot be read: {error}") from error
-        valid = 0 < streams <= 256 and cell_info_bytes in CELL_INFO_SIZES and size in FLAG_SIZES and element <= 8
+        valid = 0 < streams <= 256 and cell_info_bytes in CELL_INFO_SIZES and size in FLAG_SIZES
+        valid = valid and element in (0, *ELEMENT_SIZES)
         valid = valid and not (element and any(values % element for *_, values in layers))
         if not valid or len(layers) != count or any(min(layer) < 0 for layer in layers):
             raise InvalidState("its layout is unknown")
@@ -74,22 +76,18 @@ class CellPart:
     `cells` is a view of a state. It is copied as a whole: one copy for each layer would take several times as long.
     """
 
-    cells: NDArray[np.uint8]  # (layers, cells, bytes), or (layers, cells, elements, bytes) of transposed values
+    cells: NDArray[np.unsignedinteger]  # (layers, cells, bytes), or (layers, cells, elements) of transposed values
     offset: int  # of the first layer in a row
     distance: int  # between layers in a row
 
-    def view_rows(self, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def view_rows(self, rows: NDArray[np.uint8]) -> NDArray[np.unsignedinteger]:
         """Return this part of `rows` in the shape of `cells`."""
-        layers, _, *widths = self.cells.shape
-        end = self.offset + (layers - 1) * self.distance + int(np.prod(widths))
-        assert end <= rows.shape[1], "a row is shorter than its layout"
+        layers, _, width = self.cells.shape
+        nbytes = width * self.cells.itemsize
+        assert self.offset + (layers - 1) * self.distance + nbytes <= rows.shape[1], "a row is shorter than its layout"
         assert rows.strides[1] == 1
-        view = as_strided(
-            rows[:, self.offset :],
-            (layers, len(rows), int(np.prod(widths))),
-            (self.distance, rows.strides[0], 1),
-        )
-        return view.reshape(layers, len(rows), *widths)
+        strides = (self.distance, rows.strides[0], 1)
+        return as_strided(rows[:, self.offset :], (layers, len(rows), nbytes), strides).view(self.cells.dtype)
 
 
 class SavedCells:
@@ -178,7 +176,7 @@ def _parse_matrices(
     for _ in range(layers):
         if transposed:
             kind, element, width = struct.unpack_from("<iII", data.data, at)
-            _require(0 < element <= 8 and 0 < width < 2**28)
+            _require(element in ELEMENT_SIZES and 0 < width < 2**28)
         else:
             kind, width = struct.unpack_from("<iQ", data.data, at)
             element = 1
@@ -209,13 +207,16 @@ def _view_layers(
 
 def _view_matrices(
     data: NDArray[np.uint8], at: int, layers: int, count: int, size: int, element: int = 0
-) -> NDArray[np.uint8]:
-    """Return a view of consecutive matrices of equal size, of which the first header starts at `at`."""
+) -> NDArray[np.unsignedinteger]:
+    """Return a view of consecutive matrices of equal size, of which the first header starts at `at`.
+
+    Elements of transposed values are numbers: copying them one by one takes a tenth of the time of copying their bytes.
+    """
     distance = MATRIX_HEADER_BYTES + count * size
     assert at + layers * distance <= len(data)
     matrices = data[at : at + layers * distance].reshape(layers, distance)[:, MATRIX_HEADER_BYTES:]
     if element:
-        return matrices.reshape(layers, size // element, count, element).transpose(0, 2, 1, 3)
+        return matrices.view(f"<u{element}").reshape(layers, size // element, count).transpose(0, 2, 1)
     return matrices.reshape(layers, count, size)
 
 
