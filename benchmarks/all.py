@@ -31,6 +31,7 @@ BENCHMARKS = {
     "token_path": (40, 15),
     "swap": (400, 60),
     "embeddings": (240, 40),
+    "padding": (50, 20),
     "agents": (2470, 75),
 }
 

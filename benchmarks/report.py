@@ -1,4 +1,4 @@
-"""Table of `memory.py`, `images.py`, `swap.py` and `embeddings.py`: times, and their share of a reference time."""
+"""Table of benchmarks that compare times with a reference time: rows, their shares and bars."""
 
 from __future__ import annotations
 

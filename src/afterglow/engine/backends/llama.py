@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backends.logits_hold import LogitsHold
+from afterglow.engine.backends.padding import TILE_ROWS, RowPadding, build_row_padding
 from afterglow.engine.backends.threads import AdaptiveThreads, is_dynamic_allowed
 from afterglow.engine.types.adapters import AdapterSet, LoadedAdapter
 from afterglow.engine.types.backend import BackendCells, BackendState, Capabilities, DecodeSpan, Sampler
@@ -88,6 +89,12 @@ class LlamaBackend:
         self._first_rows: list[int] = []
         self._logits_hold = LogitsHold(context)
         self._adaptive_threads: AdaptiveThreads | None = None
+        self.row_padding: RowPadding | None = None
+
+    def pad_rows(self) -> None:
+        """Pad small prefills on a CPU if that takes less time. It changes logits slightly."""
+        if self.capabilities.interruptible:
+            self.row_padding = build_row_padding(self.context)
 
     def adapt_threads(self) -> None:
         """Decode with fewer threads while other programs use the cores. The number of threads changes logits slightly.
@@ -114,6 +121,7 @@ class LlamaBackend:
         self._logits_hold.prepare_decode(spans)
         batch = self.context.batch
         batch.clear()
+        is_padded = self._is_padded(spans)
         # Ordered by sequence: llama.cpp computes streams together only if their ids are consecutive in the batch. On a
         # GPU, 8 streams in another order took 4 times as long.
         order = sorted(range(len(spans)), key=[span.sequence for span in spans].__getitem__)
@@ -140,11 +148,32 @@ class LlamaBackend:
                 else:
                     tokens = strip_labels(np.asarray(span.entries, dtype=np.int64)).astype(np.int32)
                     batch.add(tokens, position=span.position, sequence=span.sequence, outputs=span.outputs)
+                    if is_padded:
+                        padding = np.zeros(TILE_ROWS - len(tokens), dtype=np.int32)
+                        batch.add(padding, position=span.position + len(tokens), sequence=span.sequence)
+        try:
+            self._decode_batch(batch.count)
+        finally:
+            if is_padded:
+                for span in spans:
+                    self.context.memory.remove(span.sequence, start=span.position + len(span.entries))
+
+    def _is_padded(self, spans: Sequence[DecodeSpan]) -> bool:
+        """Whether all spans are padded to a tile. They must fit into one ubatch, and into their sequences."""
+        padding, capabilities = self.row_padding, self.capabilities
+        if padding is None or len(spans) * TILE_ROWS > capabilities.ubatch_cells or not padding.is_worthwhile(spans):
+            return False
+        if any(span.position + TILE_ROWS > capabilities.cells_per_sequence for span in spans):
+            return False
+        padding.padded_decodes += 1
+        return True
+
+    def _decode_batch(self, rows: int) -> None:
         if self._adaptive_threads is None:
             return self.context.decode()
-        self._adaptive_threads.prepare_decode(batch.count)
+        self._adaptive_threads.prepare_decode(rows)
         self.context.decode()
-        self._adaptive_threads.record_decode(batch.count)
+        self._adaptive_threads.record_decode(rows)
 
     def can_roll_back_after(self, spans: Sequence[DecodeSpan]) -> bool:
         if not self.capabilities.can_replay:

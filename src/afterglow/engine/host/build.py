@@ -155,6 +155,7 @@ def build_engine(
             measure_step_costs(backend, engine.prefix_cache.cost_model.step_costs)
         if not settings.deterministic:
             backend.adapt_threads()
+            backend.pad_rows()
         return engine
     except BaseException:
         for drafter in drafters:

@@ -80,6 +80,9 @@ class MtpBackend(LlamaBackend):
     def _list_contexts(self) -> list[LlamaContext]:
         return [self.context, self.head_context]
 
+    def pad_rows(self) -> None:
+        """Do nothing: the heads would compute the padding, too."""
+
     def decode(self, spans: Sequence[DecodeSpan]) -> None:
         super().decode(spans)
         if spans[0].embedding is not None:  # the heads read tokens only: they start again after media
