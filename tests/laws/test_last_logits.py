@@ -12,6 +12,7 @@ import pytest
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.build import EngineSpec
 from afterglow.engine.kvcache.disk import files as disk_files
+from afterglow.engine.types.request import Token
 from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.settings import ContextSettings
@@ -43,6 +44,17 @@ def check_repeat(engine: Engine, entries: list[int], first: Answer, **options) -
     assert engine.counters.skipped_prefills == skipped + 1
     assert (answer.tokens, answer.logprobs) == (first.tokens, first.logprobs)
     assert answer.end.usage.prefill_seconds < 60
+
+
+@every_kind
+def test_the_first_token_of_a_repeat_is_delivered_before_a_decode(kind):
+    engine = fake(kind, SETTINGS)
+    first = ask(engine, PROMPT)
+    decodes = engine.counters.decodes
+    engine.submit(request("again", PROMPT))
+    events = engine.step()
+    assert [event.token for event in events if isinstance(event, Token)] == [first.tokens[0]]
+    assert engine.counters.decodes == decodes
 
 
 @everywhere

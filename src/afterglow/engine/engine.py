@@ -173,11 +173,11 @@ class Engine:
         self._is_consistent = False
         self._end_cancelled_and_expired()
         self._admit_waiting()
-        self._sample_last_logits()
+        has_first_tokens = self._sample_last_logits()
         self._pack_sequences()
         has_plan = any(isinstance(event, PrefillProgress) and event.is_long for event in self._events)
-        if has_plan and not any(running.is_decoding for running in self._running):
-            pass  # the plan is reported before a decode that may take seconds
+        if has_first_tokens or (has_plan and not any(running.is_decoding for running in self._running)):
+            pass  # they are reported before a decode, which may take seconds
         elif batch := self._schedule():
             self._decode(batch)
         elif self._running and not self._events:
@@ -498,11 +498,16 @@ class Engine:
                     self.backend.get_logits(index, len(span.entries) - span.outputs)
                 return
 
-    def _sample_last_logits(self) -> None:
-        """Sample the next tokens of the jobs whose known entries were all a prefix hit, from stored logits."""
-        for running in [running for running in self._running if running.last_logits is not None]:
+    def _sample_last_logits(self) -> bool:
+        """Sample the next tokens of the jobs whose known entries were all a prefix hit; return whether there are any.
+
+        They are sampled from stored logits.
+        """
+        hits = [running for running in self._running if running.last_logits is not None]
+        for running in hits:
             self.counters.skipped_prefills += 1
             self._sample(running, running.pop_last_logits)
+        return bool(hits)
 
     def _sample_first_tokens(self, jobs: list[RunningJob], spans: list[DecodeSpan]) -> dict[int, int | AfterglowError]:
         """Sample the first tokens of many jobs together: the backend uses several threads. Return them by span.
