@@ -7,6 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from afterglow.engine.kvcache.disk import writer as disk_writer
 from afterglow.engine.types.settings import EngineSettings
 from support.play import ask, fake, prompt
 
@@ -18,6 +19,7 @@ def settings(folder: Path) -> EngineSettings:
 
 
 def main(folder: str, kind: str, seed: int) -> None:
+    disk_writer.MAX_DELAY_SECONDS = 0.0  # it is never idle
     engine = fake(kind, settings(Path(folder)), sequences=2)
     print("ready", flush=True)
     number = seed

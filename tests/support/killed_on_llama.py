@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from afterglow.engine.engine import Engine
+from afterglow.engine.kvcache.disk import writer as disk_writer
 from support.llama_engines import build_spec
 from support.play import ask
 
@@ -29,6 +30,7 @@ def get_prompt(number: int) -> list[int]:
 
 
 def main(folder: str, kind: str, drafter: str, kv_unified: str, seed: str) -> None:
+    disk_writer.MAX_DELAY_SECONDS = 0.0  # it is never idle
     engine = build(Path(folder), kind, drafter, kv_unified == "1")
     print("ready", flush=True)
     number = int(seed)

@@ -226,6 +226,28 @@ def test_the_least_recently_used_blocks_are_evicted_first():
     assert find_stored_prefix(np.array(recent), "").length < find_stored_prefix(np.array(old), "").length
 
 
+@pytest.mark.parametrize("kind", ["attention", "hybrid"])
+def test_what_waits_to_be_written_is_evicted_last(kind):
+    engine = fake_with_budget(kind, 10**6, sequences=1)
+    old, new = prompt(64, 1), prompt(64, 2)
+    ask_each(engine, [old, new, prompt(9, 8)], boundaries=frozenset({40}))
+    ram, checkpoints = engine.prefix_cache.store.ram, engine.prefix_cache.checkpoints
+
+    def list_keys(prefix: list[int]) -> set[tuple[str, bytes]]:
+        blocks = engine.prefix_cache.store.find_stored_prefix(np.array(prefix), "").blocks
+        on_path = checkpoints.find_on_path(np.array(prefix), "")
+        return {("cells", block.key) for block in blocks} | {("state", checkpoint.key) for checkpoint in on_path}
+
+    unwritten = list_keys(old)
+    ram.set_unwritten(unwritten)
+    while list_keys(new):
+        assert ram.evict_until_free(ram.budget.free_bytes + 1)
+    assert list_keys(old) == unwritten
+    ram.set_unwritten(())
+    assert ram.evict_until_free(ram.budget.free_bytes + 1)
+    assert list_keys(old) < unwritten
+
+
 def test_a_pinned_prefix_is_not_evicted():
     engine = fake_with_budget("attention", 67_000, sequences=1)
     system = prompt(64, 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from afterglow.engine.kvcache.blocks import Block
@@ -87,6 +87,7 @@ class CheckpointStore:
         self.all_checkpoints: list[Checkpoint] = []
         self.tree: RadixTree[Checkpoint] = RadixTree()
         self.loss_count = 0  # number of checkpoints dropped so far
+        self.unwritten: Container[tuple[str, bytes]] = ()  # see `RamTier.set_unwritten`
         self._settings = settings
         self._cost_model = cost_model
         self._budget = budget
@@ -167,5 +168,6 @@ class CheckpointStore:
 
     def find_victim(self) -> Checkpoint | None:
         """Return the unpinned checkpoint to evict first."""
-        unpinned = (checkpoint for checkpoint in self.all_checkpoints if not checkpoint.pinned)
-        return min(unpinned, key=self.compute_rank, default=None)
+        unpinned = [checkpoint for checkpoint in self.all_checkpoints if not checkpoint.pinned]
+        written = [checkpoint for checkpoint in unpinned if ("state", checkpoint.key) not in self.unwritten]
+        return min(written or unpinned, key=self.compute_rank, default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +52,7 @@ class LogitsStore:
         self._tree: RadixTree[LastLogits] = RadixTree()
         self._by_key: dict[bytes, LastLogits] = {}  # those with keys
         self._ordered: dict[LastLogits, None] = {}  # the least recently used first
+        self.unwritten: Container[tuple[str, bytes]] = ()  # see `RamTier.set_unwritten`
         self._cost_model = cost_model
         self._budget = budget
 
@@ -108,13 +109,14 @@ class LogitsStore:
 
     def evict_until_fits(self, nbytes: int) -> bool:
         """Evict the least recently used until `nbytes` more are within the limit; return False if they never are."""
-        while self._ordered and self._budget.get("logits") + nbytes > self.limit:
-            self.drop(next(iter(self._ordered)))
+        while (victim := self.find_victim()) and self._budget.get("logits") + nbytes > self.limit:
+            self.drop(victim)
         return nbytes <= self.limit
 
     def find_victim(self) -> LastLogits | None:
-        """Return the least recently used logits."""
-        return next(iter(self._ordered), None)
+        """Return the least recently used logits that are not waiting to be written, or else of all."""
+        written = (last_logits for last_logits in self._ordered if ("logits", last_logits.key) not in self.unwritten)
+        return next(written, None) or next(iter(self._ordered), None)
 
     def compute_rank(self, last_logits: LastLogits) -> float:
         """Return the position of logits in the order of eviction. They save a decode of one row."""

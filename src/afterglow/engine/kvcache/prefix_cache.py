@@ -197,6 +197,7 @@ class PrefixCache:
             self._idle_tree.remove(target)
         del self._idle_slots[target]
         target.busy = True
+        self.store.set_busy(True)
         self.store.protect(plan.stored_prefix if isinstance(plan, LoadStored) else StoredPrefix())
         if not (is_transient and target.is_transient):
             self._prepare_eviction(target, plan.reuse_length if isinstance(plan, Continue) else 0)
@@ -259,6 +260,7 @@ class PrefixCache:
         sequence.busy = False
         sequence.last_used = time.monotonic()
         self._idle_slots[sequence] = None
+        self.store.set_busy(len(self._idle_slots) < len(self.slots))
         if self.grid:
             self._truncate_to_grid(sequence)
         if len(sequence):

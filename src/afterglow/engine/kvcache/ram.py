@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
 import numpy as np
@@ -46,6 +46,7 @@ class RamTier:
         self.logits = LogitsStore(cost_model, tree.budget)
         self.bytes_per_entry = 0.0  # of the last stored sequence; 0: none was stored yet
         self.protected: AbstractSet[bytes] = frozenset()  # keys of blocks that must not be evicted now
+        self._unwritten: Container[tuple[str, bytes]] = ()
         self._tree = tree
         self._cost_model = cost_model
         self._cells_suffice = cells_suffice
@@ -106,6 +107,10 @@ class RamTier:
 
     # --- eviction
 
+    def set_unwritten(self, unwritten: Container[tuple[str, bytes]]) -> None:
+        """Set the data that a slower tier has yet to copy, by kind and key. It is evicted last: it would be lost."""
+        self._unwritten = self.checkpoints.unwritten = self.logits.unwritten = unwritten
+
     @property
     def pinned_bytes(self) -> int:
         pinned = (block for block in self._blocks.values() if block.pinned)
@@ -154,35 +159,36 @@ class RamTier:
 
         Returns the number of entries of the block, 0 for others, or None if there is nothing to evict.
         """
-        block, checkpoint = find_victim(self, protected), self.checkpoints.find_victim()
-        if self._evict_logits(block, checkpoint):
-            entries = 0
-        elif block is not None and (
-            checkpoint is None or self._compute_block_rank(block) <= self.checkpoints.compute_rank(checkpoint)
-        ):
-            self.forget(block)
-            self._tree.remove_unreferenced(block)
-            entries = len(block.entries)
-        elif checkpoint is not None:
-            self.checkpoints.drop(checkpoint)
-            entries = 0
-        else:
+        block, checkpoint, logits = (
+            self._find_block(protected),
+            self.checkpoints.find_victim(),
+            self.logits.find_victim(),
+        )
+        order: dict[str, tuple[bool, float]] = {}
+        if block is not None:
+            order["cells"] = ("cells", block.key) in self._unwritten, self._compute_block_rank(block)
+        if checkpoint is not None:
+            rank = self.checkpoints.compute_rank(checkpoint)
+            order["state"] = ("state", checkpoint.key) in self._unwritten, rank
+        if logits is not None:
+            order["logits"] = ("logits", logits.key) in self._unwritten, self.logits.compute_rank(logits)
+        if not order:
             return 0 if self._forget_blocks(protected) else None
         self.counters.evictions += 1
-        return entries
+        kind = min(order, key=order.__getitem__)
+        if kind == "cells" and block is not None:
+            self.forget(block)
+            self._tree.remove_unreferenced(block)
+            return len(block.entries)
+        if kind == "state" and checkpoint is not None:
+            self.checkpoints.drop(checkpoint)
+        elif logits is not None:
+            self.logits.drop(logits)
+        return 0
 
-    def _evict_logits(self, block: Block | None, checkpoint: Checkpoint | None) -> bool:
-        """Evict the least recently used logits if they have a lower rank than a block and a checkpoint."""
-        logits = self.logits.find_victim()
-        if logits is None:
-            return False
-        rank = self.logits.compute_rank(logits)
-        if block is not None and self._compute_block_rank(block) <= rank:
-            return False
-        if checkpoint is not None and self.checkpoints.compute_rank(checkpoint) <= rank:
-            return False
-        self.logits.drop(logits)
-        return True
+    def _find_block(self, protected: AbstractSet[bytes]) -> Block | None:
+        written = (block for block in self if ("cells", block.key) not in self._unwritten)
+        return find_victim(written, protected) or find_victim(self, protected)
 
     def _forget_blocks(self, protected: AbstractSet[bytes]) -> bool:
         """Remove the least recently used blocks that only slower tiers hold from the tree; return if there were any.

@@ -529,6 +529,11 @@ class TieredStore:
         for block in self.tree:
             self.tree.remove(block)
 
+    def set_busy(self, is_busy: bool) -> None:
+        """Note whether requests run: the disk tier writes when none do."""
+        if self.disk_tier is not None:
+            self.disk_tier.writer.set_busy(is_busy)
+
     def flush(self, timeout: float) -> bool:
         """Wait until all tiers have written what is queued, for at most `timeout` seconds each; return if they have."""
         return all([tier.flush(timeout) for tier in self.tiers])

@@ -1,7 +1,9 @@
-"""An engine hears of files that other processes remove, and writes no file without those before it."""
+"""The disk writer: writes when the engine is idle, hears of files that other processes remove, and writes no file
+without those before it."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -16,13 +18,16 @@ import pytest
 from afterglow.engine.engine import Engine
 from afterglow.engine.inspect import cache, disk
 from afterglow.engine.kvcache.disk import files as disk_files
+from afterglow.engine.kvcache.disk import tier as disk_tier
 from afterglow.engine.kvcache.disk import writer as disk_writer
 from afterglow.engine.kvcache.disk.index import INDEX_FILE_NAME, DiskIndex, open_index
 from afterglow.engine.kvcache.disk.writer import DiskWriter, FileRemoved
+from afterglow.engine.types.request import Finished
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
 from support import other_process
-from support.play import KINDS, Answer, ask, fake, prompt, reference
+from support.play import KINDS, Answer, ask, fake, prompt, reference, request
+from support.server_process import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -115,6 +120,59 @@ def ask_again(make_engine: MakeEngine, kind: str, entries: list[int]) -> Answer:
     answer = ask(make_engine(kind), [*entries, 5], max_tokens=4)
     assert answer.tokens == reference(lambda: fake(kind), [*entries, 5], max_tokens=4)
     return answer
+
+
+# --- writes wait for an idle engine
+
+
+def run_beside_writes(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, max_delay: float) -> Engine:
+    """Return an engine that computes a request and has evicted sequences that are not on disk."""
+    monkeypatch.setattr(disk_writer, "MAX_DELAY_SECONDS", max_delay)
+    engine = make_engine()
+    engine.submit(request("long", prompt(40, 1), max_tokens=1000, ignore_eos=True))
+    for number in range(2, 5):  # in the other sequence
+        engine.submit(request(str(number), prompt(40, number), max_tokens=1))
+        while not any(isinstance(event, Finished) and event.request_id == str(number) for event in engine.step()):
+            pass
+    assert engine.is_busy
+    return engine
+
+
+def wait_until_written(engine: Engine) -> None:
+    assert wait_until(120, lambda: get_writer(engine).counters.written_files > 0), "nothing was written"
+
+
+def test_nothing_is_written_while_a_request_runs_and_everything_afterwards(make_engine, monkeypatch, folder):
+    engine = run_beside_writes(make_engine, monkeypatch, max_delay=3600)
+    time.sleep(0.5)
+    assert list_files(folder) == []
+    engine.cancel("long")
+    engine.step()
+    wait_until_written(engine)
+    flush(engine)
+    for number in range(2, 5):
+        assert ask(make_engine(), prompt(40, number)).cached > 30
+
+
+def test_a_write_waits_some_time_at_most(make_engine, monkeypatch):
+    wait_until_written(run_beside_writes(make_engine, monkeypatch, max_delay=0.3))
+
+
+def test_writes_do_not_wait_if_they_are_much_of_the_ram_tier(make_engine, monkeypatch):
+    monkeypatch.setattr(disk_tier, "MAX_UNWRITTEN_FRACTION", 0.0)
+    wait_until_written(run_beside_writes(make_engine, monkeypatch, max_delay=3600))
+
+
+def test_files_that_other_processes_need_are_written_while_a_request_runs(make_engine, monkeypatch):
+    make_shared = functools.partial(make_engine, write_through=True)
+    wait_until_written(run_beside_writes(make_shared, monkeypatch, max_delay=3600))
+
+
+def test_a_clear_while_a_request_runs_drops_the_writes_that_wait(make_engine, monkeypatch, folder):
+    engine = run_beside_writes(make_engine, monkeypatch, max_delay=3600)
+    get_writer(engine).clear()
+    assert get_writer(engine).flush(120)
+    assert list_files(folder) == []
 
 
 # --- files removed by another process

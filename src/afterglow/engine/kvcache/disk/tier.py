@@ -29,6 +29,8 @@ from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
 from afterglow.llama.parallel import run_parallel
 
+# Of the RAM tier, that may wait for an idle engine to be written: what leaves RAM before is lost.
+MAX_UNWRITTEN_FRACTION = 1 / 8
 MIN_PREFETCH_SECONDS = 0.005  # shorter reads do not noticeably delay running requests
 
 
@@ -63,9 +65,11 @@ class DiskTier:
             limit=settings.disk_cache_bytes,
             model=tree.hasher.model,
             source=FileBuilder(backend, interner, cost_model, tree, ram),
+            max_waiting_bytes=ram.budget.limit * MAX_UNWRITTEN_FRACTION,
             label=settings.disk_cache_label,
             is_shared=settings.write_through,
         )
+        ram.set_unwritten(self.writer.writes)
         self.prefetcher = Prefetcher(self.writer, ram)
         tree.holders.append(self)
 
@@ -234,7 +238,7 @@ class DiskTier:
         else:
             is_on_disk = data.key in self._checkpoints
         if not is_on_disk:
-            self.writer.enqueue(get_kind(data), data.key)
+            self.writer.enqueue(get_kind(data), data.key, data.nbytes)
 
     # --- reading
 

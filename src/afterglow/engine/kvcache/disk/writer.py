@@ -1,5 +1,8 @@
 """Disk writer: a thread that writes blocks and checkpoints in the background, evicts files, and owns the index.
 
+Writes wait until the engine is idle, because they compete with its decodes for the cores, but only for some seconds:
+what is not written is lost in a crash.
+
 Disk problems never fail a request: a write that cannot be queued is dropped, a failed write leaves no file, and a file
 that cannot be read is a prefix miss. Files are read by other threads, without the writer.
 
@@ -13,6 +16,7 @@ import contextlib
 import errno
 import functools
 import logging
+import math
 import os
 import queue
 import sqlite3
@@ -30,6 +34,9 @@ from afterglow.engine.kvcache.eviction import MAX_PINNED_FRACTION, choose_victim
 from afterglow.errors import InvalidArgument, InvalidState
 
 MAX_QUEUED_TASKS = 4096  # tasks hold keys, not data
+IDLE_AFTER_SECONDS = 0.25  # without a running request: the next one of an agent comes sooner
+MAX_DELAY_SECONDS = 5.0  # of a write while requests run
+IDLE_POLL_SECONDS = 0.05  # interval of the checks whether the engine is idle
 LISTING_TIMEOUT_SECONDS = 5.0  # how long the start waits for the list of files
 FLUSH_TIMEOUT_SECONDS = 10.0  # how long `flush` waits
 RETRY_AFTER_SECONDS = 60.0  # pause after an I/O error
@@ -66,6 +73,14 @@ class FileSource(Protocol):
         """Return a file, on the writer's thread; None if its contents have left RAM meanwhile."""
 
 
+@dataclass(frozen=True, slots=True)
+class QueuedWrite:
+    """A file that waits to be written, and until when at most."""
+
+    nbytes: int
+    due: float
+
+
 @dataclass(slots=True)
 class DiskCounters:
     """Totals of the disk writer since it started."""
@@ -82,9 +97,21 @@ class DiskWriter:
     """Writes the files of one model to a directory that any number of processes may share."""
 
     def __init__(
-        self, directory: Path, *, limit: int, model: bytes, source: FileSource, label: str = "", is_shared: bool = False
+        self,
+        directory: Path,
+        *,
+        limit: int,
+        model: bytes,
+        source: FileSource,
+        max_waiting_bytes: float,
+        label: str = "",
+        is_shared: bool = False,
     ) -> None:
-        """`is_shared`: other processes write files that this one needs soon."""
+        """Writes wait for an idle engine while there are at most `max_waiting_bytes` of them.
+
+        `is_shared`: other processes write files that this one needs soon, and need those of this one.
+        """
+        self._max_waiting_bytes = 0.0 if is_shared else max_waiting_bytes
         self._poll_seconds = SHARED_POLL_INTERVAL_SECONDS if is_shared else POLL_INTERVAL_SECONDS
         self.counters = DiskCounters()
         self.limit = limit
@@ -95,7 +122,10 @@ class DiskWriter:
         self._label = label
         self._events: queue.SimpleQueue[FileEvent] = queue.SimpleQueue()
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED_TASKS)
-        self._queued_names: set[str] = set()
+        self.writes: dict[tuple[FileKind, bytes], QueuedWrite] = {}  # by kind and key, in their order
+        self._waiting_bytes = 0  # of these writes
+        self._writes_lock = threading.Lock()  # guards changes of the two above
+        self._idle_at = 0.0  # when the engine counts as idle; infinite while requests run
         self._index: DiskIndex | None = None
         self._last_row_number = 0  # largest index row number reported so far
         self._reported_names: set[str] = set()  # files that the engine knows
@@ -122,13 +152,22 @@ class DiskWriter:
                 events.append(self._events.get_nowait())
         return events
 
-    def enqueue(self, kind: FileKind, key: bytes) -> None:
+    def enqueue(self, kind: FileKind, key: bytes, nbytes: int) -> None:
         """Queue the block or checkpoint with this key for writing."""
-        name = build_file_name(kind, key)
-        if name not in self._queued_names:
-            self._queued_names.add(name)
-            if not self._submit(functools.partial(self._write_file, kind, key)):
-                self._queued_names.discard(name)
+        if (kind, key) in self.writes or not self._thread.is_alive():
+            return
+        if len(self.writes) >= MAX_QUEUED_TASKS:
+            self.counters.dropped_writes += 1
+            return
+        with self._writes_lock:
+            self.writes[kind, key] = QueuedWrite(nbytes, due=time.monotonic() + MAX_DELAY_SECONDS)
+            self._waiting_bytes += nbytes
+        with contextlib.suppress(queue.Full):
+            self._tasks.put_nowait(None)  # the thread may be waiting for a task
+
+    def set_busy(self, is_busy: bool) -> None:
+        """Note whether requests run."""
+        self._idle_at = math.inf if is_busy else time.monotonic() + IDLE_AFTER_SECONDS
 
     def touch(self, names: Iterable[str]) -> None:
         """Record the use of files."""
@@ -143,11 +182,12 @@ class DiskWriter:
         self._submit(functools.partial(self._delete_file, build_file_name(kind, key)))
 
     def clear(self) -> None:
-        """Delete every file of this model."""
+        """Delete every file of this model, and write none of those that are queued."""
+        while self._pop_write() is not None:
+            pass
         while not self._submit(self._delete_all) and self._thread.is_alive():
             with contextlib.suppress(queue.Empty):
-                self._tasks.get_nowait()  # the queue is full of writes that are not needed any more
-            self._queued_names.clear()
+                self._tasks.get_nowait()  # the queue is full of tasks that are not needed any more
 
     def load(self, kind: FileKind, key: bytes) -> LoadedFile:
         """Read and check a file. Thread-safe. Raise `InvalidState` if it cannot be read. Damaged files are deleted."""
@@ -169,7 +209,13 @@ class DiskWriter:
     def flush(self, timeout: float = FLUSH_TIMEOUT_SECONDS) -> bool:
         """Wait until everything in the queue is written; return False if it is not within `timeout` seconds."""
         done = threading.Event()
-        return self._submit(done.set) and done.wait(timeout)
+
+        def write_all() -> None:
+            while time.monotonic() <= self._deadline and (write := self._pop_write()) is not None:
+                self._run_task(write)
+            done.set()
+
+        return self._submit(write_all) and done.wait(timeout)
 
     def close(self, timeout: float) -> None:
         """Write what is queued, for at most `timeout` seconds, and stop the thread."""
@@ -195,17 +241,45 @@ class DiskWriter:
         self._run_task(self._open_index)
         listed.set()
         last_poll = time.monotonic()
-        while not (self._closing.is_set() and (self._tasks.empty() or time.monotonic() > self._deadline)):
-            with contextlib.suppress(queue.Empty):
-                task = self._tasks.get(timeout=self._poll_seconds)
-                if task is not None:
-                    self._run_task(task)
+        while not (self._closing.is_set() and (self._is_done or time.monotonic() > self._deadline)):
+            if (task := self._get_task()) is not None:
+                self._run_task(task)
             if time.monotonic() - last_poll > self._poll_seconds:
                 last_poll = time.monotonic()
                 self._run_task(self._poll_index)
         if self._index is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._index.close()
+
+    @property
+    def _is_done(self) -> bool:
+        return self._tasks.empty() and not self.writes
+
+    def _get_task(self) -> Callable[[], None] | None:
+        """Return the next task, or a write if there is none; None after a while without both."""
+        is_due = self._is_write_due()
+        seconds = 0.0 if is_due else IDLE_POLL_SECONDS if self.writes else self._poll_seconds
+        with contextlib.suppress(queue.Empty):
+            if (task := self._tasks.get(timeout=seconds)) is not None:
+                return task
+        return self._pop_write() if is_due else None
+
+    def _is_write_due(self) -> bool:
+        """Whether the next write waits no longer: for an idle engine, for its time, or for more writes."""
+        with self._writes_lock:
+            first = next(iter(self.writes.values()), None)
+            if first is None or self._closing.is_set() or self._waiting_bytes > self._max_waiting_bytes:
+                return first is not None
+            return time.monotonic() >= min(self._idle_at, first.due)
+
+    def _pop_write(self) -> Callable[[], None] | None:
+        """Remove the next write from the queue and return its task."""
+        with self._writes_lock:
+            if not self.writes:
+                return None
+            kind, key = next(iter(self.writes))
+            self._waiting_bytes -= self.writes.pop((kind, key)).nbytes
+            return functools.partial(self._write_file, kind, key)
 
     def _run_task(self, task: Callable[[], None]) -> None:
         """Run a task; again if the folder was deleted under it, since every task creates the folder."""
@@ -317,7 +391,6 @@ class DiskWriter:
 
     def _write_file(self, kind: FileKind, key: bytes) -> None:
         """Write a file, after the files before it that are missing."""
-        self._queued_names.discard(build_file_name(kind, key))
         index = self._get_index()
         if index is None:
             self.counters.dropped_writes += 1
