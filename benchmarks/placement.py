@@ -71,7 +71,7 @@ def measure_counts(engine: Engine, counts: list[int], length: int, vocabulary_si
             spread = choose.sample(range(sequences), count)
             by_place = sorted(range(sequences), key=lambda n: engine.prefix_cache.slots[n].seq_id)
             for name, chosen in (("packed", by_place[:count]), ("apart", spread), ("spread", spread)):
-                engine.prefix_cache.pack = pack if name != "apart" else lambda busy: 0  # type: ignore[method-assign]
+                engine.prefix_cache.pack = pack if name != "apart" else lambda *_: 0  # type: ignore[method-assign]
                 requests = [
                     make_request(f"{name}{count}-{round_number}-{n}", [*histories[n], 2, 3], n, length) for n in chosen
                 ]

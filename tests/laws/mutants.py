@@ -904,7 +904,7 @@ def _(put):
     placement_laws.test_conversations_in_distant_sequences_are_computed_together,
 )
 def _(put):
-    wrap(PrefixCache, "pack", lambda original, self, busy: 0)(put)
+    wrap(PrefixCache, "pack", lambda original, self, *_: 0)(put)
 
 
 @mutant("busy sequences are shared between salts", tier_laws.test_salts_share_no_cached_prefix)

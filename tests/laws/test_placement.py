@@ -75,6 +75,28 @@ def test_a_copy_that_costs_more_than_it_gains_is_not_made():
     assert 2 in list_runs(engine)
 
 
+@pytest.mark.parametrize(("on_device", "moves"), [(False, 2), (True, 1)])
+def test_the_fewest_copies_are_made_within_a_device_and_the_fewest_entries_copied_elsewhere(on_device, moves):
+    engine = make_copies_free(fake("attention", sequences=SEQUENCES))
+    engine.backend.capabilities = replace(engine.backend.capabilities, copies_on_device=on_device)
+    prompts = [prompt(400 if number == 7 else 20, 10 + number) for number in range(SEQUENCES)]
+    histories = [[*entries, *ask(engine, entries, sequence=number).tokens] for number, entries in enumerate(prompts)]
+    turns = {number: [*histories[number], 5] for number in (0, 1, 7)}
+    answers = play(engine, *[request(str(number), turn) for number, turn in turns.items()])
+    for number, turn in turns.items():
+        assert answers[str(number)].tokens == reference(lambda: fake("attention"), turn)
+    assert engine.counters.moved_sequences == moves
+
+
+@pytest.mark.parametrize(("length", "moves"), [(1, 0), (20, 1)])
+def test_sequences_are_not_moved_within_a_device_for_their_last_token(length, moves):
+    engine = fake("attention", sequences=SEQUENCES)
+    engine.backend.capabilities = replace(engine.backend.capabilities, copies_on_device=True)
+    histories = fill_sequences(engine)
+    play(engine, *[request(str(number), [*histories[number], 5], max_tokens=length) for number in (0, 7)])
+    assert engine.counters.moved_sequences == moves
+
+
 def test_sequences_that_share_their_cells_are_not_moved():
     engine = fake("attention", sequences=SEQUENCES, kv_unified=True)
     histories = fill_sequences(engine)
@@ -105,7 +127,7 @@ def test_moved_sequences_give_the_same_tokens_on_llama(kind, on_device):
     )
     packed, apart = make_copies_free(spec()), spec()
     try:
-        apart.prefix_cache.pack = lambda busy: 0  # type: ignore[method-assign]
+        apart.prefix_cache.pack = lambda *_: 0  # type: ignore[method-assign]
         packed.backend.capabilities = replace(packed.backend.capabilities, copies_on_device=on_device)
         packed.backend.context.memory.copies_on_device = on_device
         tokens = []

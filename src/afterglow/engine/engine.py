@@ -339,7 +339,9 @@ class Engine:
         if self._is_packed or any(running.sequence.partial_media_rows for running in self._running):
             return
         self._is_packed = True
-        self.counters.moved_sequences += self.prefix_cache.pack(running.sequence for running in self._running)
+        max_decodes = max([running.job.max_remaining_tokens for running in self._running], default=0)
+        busy = [running.sequence for running in self._running]
+        self.counters.moved_sequences += self.prefix_cache.pack(busy, max_decodes)
 
     def _finish(self, job: Job, reason: FinishReason, stop: bytes | int | None = None) -> None:
         sequence = next((running.sequence.number for running in self._running if running.job is job), None)

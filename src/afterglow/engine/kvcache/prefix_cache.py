@@ -16,7 +16,13 @@ from afterglow.engine.kvcache.checkpoints import Checkpoint, choose_checkpoint_p
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.eviction import choose_positions_to_drop, estimate_eviction_cost
 from afterglow.engine.kvcache.explain import EvictionHistory, Explanation, find_miss_cause
-from afterglow.engine.kvcache.placement import PAYBACK_DECODES, count_copied_entries, count_runs, plan_moves
+from afterglow.engine.kvcache.placement import (
+    DEVICE_COPY_DECODES,
+    PAYBACK_DECODES,
+    compute_copy_cost,
+    count_runs,
+    plan_moves,
+)
 from afterglow.engine.kvcache.planner import (
     Continue,
     Fork,
@@ -490,22 +496,27 @@ class PrefixCache:
 
     # --- placement
 
-    def pack(self, busy: Iterable[Sequence]) -> int:
+    def pack(self, busy: Iterable[Sequence], max_decodes: int) -> int:
         """Make busy sequences adjacent in the backend if their decodes gain more than the copies cost.
 
-        Returns the number of moves. An idle sequence that is in the way moves to a free place; if there is none, the
-        idle one with the lowest eviction cost is evicted, as the next new prompt would do.
+        There are at most `max_decodes` more. Returns the number of moves. An idle sequence that is in the way moves to
+        a free place; if there is none, the idle one with the lowest eviction cost is evicted, as the next new prompt
+        would do.
         """
         by_id = {slot.seq_id: slot for slot in self.slots}
         busy_ids = sorted(slot.seq_id for slot in busy)
         runs = count_runs(busy_ids)
         if runs < 2 or self._backend.capabilities.kv_unified:
             return 0
+        on_device = self._backend.capabilities.copies_on_device
         lengths = [len(by_id[seq_id]) for seq_id in range(len(self.slots))]
-        moves = plan_moves(busy_ids, lengths)
-        copied = count_copied_entries(moves, lengths)
-        cost = 0.0 if self._backend.capabilities.copies_on_device else self.cost_model.estimate_copy_seconds(copied)
-        if cost > (runs - 1) * self.cost_model.seconds_per_row * PAYBACK_DECODES:
+        # A copy within a device takes as long for a short sequence as for a long one.
+        costs = [min(length, 1) for length in lengths] if on_device else lengths
+        moves = plan_moves(busy_ids, costs)
+        cost, seconds_per_run = compute_copy_cost(moves, costs), self.cost_model.seconds_per_row
+        device_seconds = DEVICE_COPY_DECODES * cost * seconds_per_run
+        seconds = device_seconds if on_device else self.cost_model.estimate_copy_seconds(cost)
+        if seconds > (runs - 1) * seconds_per_run * min(max_decodes, PAYBACK_DECODES):
             return 0
         try:
             for source, target in moves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -88,6 +89,12 @@ class Job:
             cached_tokens=self.cached_cells,
             plan=plan,
         )
+
+    @property
+    def max_remaining_tokens(self) -> int:
+        """Most tokens that may still be generated."""
+        limit = self.request.max_tokens
+        return sys.maxsize if limit is None else limit - len(self.generated)
 
     def build_usage(self, sequence: int | None = None) -> Usage:
         """Return the usage of the request up to now. It has this `sequence`."""
