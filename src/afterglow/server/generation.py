@@ -410,15 +410,16 @@ class Generation:
         self,
         state: ServerState,
         model: Model,
+        model_name: str,
         resources: contextlib.ExitStack,
         prompts: list[PlannedPrompt],
         streams: list[ChatStream],
         tracked: TrackedRequest,
     ) -> None:
-        """`resources` releases the admission ticket and the media budget."""
+        """`model_name` is that of the response. `resources` releases the admission ticket and the media budget."""
         self._tracked = tracked
         self._explanation: asyncio.Task[None] | None = None
-        self.model = model
+        self.model, self.model_name = model, model_name
         self.prompts = prompts
         self.created = int(time.time())
         self.prefill_progress: PrefillProgress | None = None  # of the newest delta; None once there are tokens
@@ -601,4 +602,4 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
     for stream in streams:
         stream.events.limit_buffer(state.settings.max_buffered_tokens)  # for a slow client
         stream.events.call_at_end(ticket.release_one)
-    return Generation(state, model, resources, prompts, streams, tracked)
+    return Generation(state, model, state.models.get_response_name(model_name), resources, prompts, streams, tracked)

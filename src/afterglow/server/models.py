@@ -469,9 +469,16 @@ class ModelRegistry(Closeable):
 
     def get_request_defaults(self, name: str | None) -> RequestDefaults:
         """Return what a request has unless it sets it: of the variant that it names, and of the model."""
-        defaults = self.get_requested_slot(name).request_defaults
-        variant = None if name is None else self.find_variant(self.split_name(name)[0] or name)
+        defaults, variant = self.get_requested_slot(name).request_defaults, self._find_requested_variant(name)
         return defaults if variant is None else variant.defaults.fall_back(defaults)
+
+    def get_response_name(self, name: str | None) -> str:
+        """Return the name of the model in a response: of the variant that the request names, or of the served model."""
+        variant = self._find_requested_variant(name)
+        return self.get_requested_slot(name).name if variant is None else variant.name
+
+    def _find_requested_variant(self, name: str | None) -> ModelVariant | None:
+        return None if name is None else self.find_variant(self.split_name(name)[0] or name)
 
     def find_variant(self, name: str) -> ModelVariant | None:
         """Return the variant of this name, unless a model is served under it."""

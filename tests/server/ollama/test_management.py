@@ -365,12 +365,15 @@ def test_created_models_are_served_by_every_api_with_their_settings(
         for name in ("sailor", "sailor:latest"):
             chat = gpt.chat.completions.create(model=name, messages=MESSAGES)
             assert (chat.choices[0].message.content, chat.usage and chat.usage.prompt_tokens) == ("abc", count)
+            assert chat.model == "sailor"
         response = gpt.responses.create(model="sailor", input="hello")
         assert (response.output_text, response.usage and response.usage.input_tokens) == ("abc", count)
+        assert response.model == "sailor"
         completion = gpt.completions.create(model="sailor", prompt="abc", stop=["zz"])
         assert completion.choices[0].text == CYCLE[3:8]  # num_predict
         message = claude.messages.create(model="sailor", messages=MESSAGES, max_tokens=9)
         assert message.content[0].text == "abc"  # type: ignore[union-attr]
+        assert message.model == "sailor"
         assert message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0) == count
         assert claude.messages.count_tokens(model="sailor", messages=MESSAGES).input_tokens == count
         # What a request sets applies instead.
@@ -393,6 +396,13 @@ def test_created_models_are_served_by_every_api_with_their_settings(
         client.create("parrot", from_="mine.gguf", template=template, parameters={"num_predict": 1})
         parrot = gpt.chat.completions.create(model="parrot", messages=MESSAGES)
         assert (parrot.usage and parrot.usage.prompt_tokens) == len("hello")
+        # Its policy for prompts that are too long.
+        client.create("shifter", from_="tiny", parameters={"overflow": "shift", "num_predict": 3})
+        long_prompt = CYCLE[:20] * 200
+        with pytest.raises(openai.BadRequestError, match="context"):
+            gpt.completions.create(model="tiny", prompt=long_prompt)
+        shifted = gpt.completions.create(model="shifter", prompt=long_prompt)
+        assert (shifted.model, shifted.choices[0].text) == ("shifter", CYCLE[20:23])
         # A context that is too long is refused, not cut.
         client.create("long", from_="tiny", parameters={"num_ctx": 4096})
         with pytest.raises(openai.BadRequestError, match="num_ctx"):

@@ -167,7 +167,7 @@ class MessageFormatter:
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
             "role": "assistant",
-            "model": generation.model.name,
+            "model": generation.model_name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

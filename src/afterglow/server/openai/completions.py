@@ -20,6 +20,7 @@ from afterglow.server.adapters import build_lora
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.generation import Generation, PromptRequest, start_generation
+from afterglow.server.installed import RequestDefaults
 from afterglow.server.openai.formatting import (
     STREAM_FORMAT,
     ChunkFormatter,
@@ -57,7 +58,10 @@ async def create_completion(state: ServerState, body: CompletionRequest, salt: s
     """Generate completions and return them whole or as a stream."""
     check_fields(state, body)
     model = await state.get_generating_model(body.model)
-    prompts = await state.run_text_work(lambda: [fit_prompt(model, body, prompt) for prompt in list_prompts(body)])
+    defaults = state.models.get_request_defaults(body.model)
+    prompts = await state.run_text_work(
+        lambda: [fit_prompt(model, body, prompt, defaults) for prompt in list_prompts(body)]
+    )
     request = PromptRequest(
         prompts=prompts,
         sampling_fields=body,
@@ -97,9 +101,12 @@ def check_fields(state: ServerState, body: CompletionRequest) -> None:
         raise invalid_request_error("stream_options", "`stream_options` requires `stream`")
 
 
-def fit_prompt(model: Model, body: CompletionRequest, prompt: str | list[int]) -> FittedPrompt:
+def fit_prompt(
+    model: Model, body: CompletionRequest, prompt: str | list[int], defaults: RequestDefaults
+) -> FittedPrompt:
     """Tokenize a prompt and truncate it to the context."""
-    overflow, max_tokens = body.overflow or "refuse", parse_max_tokens(body.max_tokens)
+    overflow = body.overflow or defaults.sampling.get("overflow", "refuse")
+    max_tokens = defaults.max_tokens if body.max_tokens is None else parse_max_tokens(body.max_tokens)
     if body.suffix is None:
         return model.fit_prompt(prompt, overflow, max_tokens)
     assert isinstance(prompt, str)

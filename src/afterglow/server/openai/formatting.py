@@ -243,7 +243,6 @@ class ChunkFormatter:
     def __init__(
         self, generation: Generation, head: dict[str, Any], chunk_object: str, body: ForeignFields, *, choices: int
     ) -> None:
-        model = generation.model
         self._generation = generation
         self._include_usage = body.includes_usage
         self._fields = body
@@ -251,8 +250,8 @@ class ChunkFormatter:
         self._head = {
             **head,
             "created": generation.created,
-            "model": model.name,
-            "system_fingerprint": model.fingerprint,
+            "model": generation.model_name,
+            "system_fingerprint": generation.model.fingerprint,
         }
         self._chunk_template = EventTemplate({**self._head, "object": chunk_object})
 

@@ -390,7 +390,7 @@ def build_response_head(body: ResponseRequest, generation: Generation, tools: Re
         "id": generate_id("resp"),
         "object": "response",
         "created_at": generation.created,
-        "model": generation.model.name,
+        "model": generation.model_name,
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
