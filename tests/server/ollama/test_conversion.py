@@ -10,7 +10,7 @@ import pytest
 from afterglow.server.errors import APIError
 from afterglow.server.ollama import conversion
 from afterglow.server.ollama.created_models import CreatedModel
-from afterglow.server.ollama.schema import OllamaChatRequest, OllamaMessage, OllamaOptions
+from afterglow.server.ollama.schema import OllamaChatRequest, OllamaMessage, OllamaOptions, OllamaTool
 
 
 def build(*messages: dict[str, Any]) -> list[Any]:
@@ -106,3 +106,16 @@ def test_templates_of_go_are_refused(template: str) -> None:
 def test_templates_of_jinja_are_accepted() -> None:
     template = "{% for message in messages %}{{ message.content }}{{- '' }}{% endfor %}"
     assert conversion.check_template(template) == template
+
+
+def test_null_keywords_of_tool_schemas_are_not_set() -> None:
+    """Go writes null for lists and maps that are not set."""
+    city = {"type": "string", "enum": None, "items": None, "default": None}
+    parameters = {"type": "object", "required": None, "$defs": None, "properties": {"city": city, "unit": None}}
+    tool = OllamaTool.model_validate({"type": "function", "function": {"name": "weather", "parameters": parameters}})
+    (built,) = conversion.build_tools([tool])
+    assert built.parameters == {"type": "object", "properties": {"city": {"type": "string", "default": None}}}
+    nothing = OllamaTool.model_validate(
+        {"function": {"name": "f", "parameters": {"type": "object", "properties": None}}}
+    )
+    assert conversion.build_tools([nothing])[0].parameters == {"type": "object", "properties": {}}

@@ -65,7 +65,7 @@ def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_predict": -3}, {"num_ctx": 0}, {"repeat_last_n": -2}, {"temperature": "hot"}, {"stop": 5}, {"top_k": True}],
+    [{"num_predict": -3}, {"num_ctx": -1}, {"repeat_last_n": -2}, {"temperature": "hot"}, {"stop": 5}, {"top_k": True}],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(pydantic.ValidationError):
@@ -79,6 +79,48 @@ def test_an_integer_may_be_written_as_a_float(name: str) -> None:
     for other in (2.5, "2"):
         with pytest.raises(pydantic.ValidationError):
             schema.OllamaOptions.model_validate({name: other})
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"temperature": -1}, {"temperature": 0}),
+        ({"top_p": 1.5}, {"top_p": 1.0}),
+        ({"num_ctx": 0}, {}),
+    ],
+)
+def test_values_that_switch_a_sampler_off_in_ollama_do_so(options: dict[str, Any], same: dict[str, Any]) -> None:
+    assert schema.OllamaOptions.model_validate(options) == schema.OllamaOptions.model_validate(same)
+
+
+# What Go's `encoding/json` writes for a request with only a model, as in Ollama's own client.
+GO_BODIES: list[tuple[type[pydantic.BaseModel], dict[str, Any]]] = [
+    (
+        schema.OllamaShowRequest,
+        {"model": "m", "system": "", "template": "", "verbose": False, "options": None, "name": ""},
+    ),
+    (schema.OllamaPullRequest, {"model": "m", "insecure": False, "username": "", "password": "", "name": ""}),
+    (schema.OllamaDeleteRequest, {"model": "m", "name": ""}),
+    (schema.OllamaChatRequest, {"model": "m", "messages": None, "options": None}),
+    (
+        schema.OllamaGenerateRequest,
+        {"model": "m", "prompt": "", "suffix": "", "system": "", "template": "", "options": None, "width": 0},
+    ),
+    (schema.OllamaCreateRequest, {"model": "m", "from": "n", "files": {}, "quantize": "", "name": ""}),
+]
+
+
+@pytest.mark.parametrize(("body_type", "body"), GO_BODIES, ids=lambda value: getattr(value, "__name__", None))
+def test_zero_values_of_go_are_fields_that_are_not_set(
+    body_type: type[pydantic.BaseModel], body: dict[str, Any]
+) -> None:
+    parsed = body_type.model_validate(body)
+    assert (parsed.model, getattr(parsed, "name", None)) == ("m", None)
+
+
+def test_an_empty_model_is_the_default_one() -> None:
+    assert schema.OllamaChatRequest.model_validate({"model": ""}).model is None
 
 
 LOAD_OPTIONS = {

@@ -13,8 +13,8 @@ from afterglow.server.ollama import conversion
 from afterglow.server.ollama.details import format_time
 from afterglow.server.ollama.formatting import ChatLineFormatter, LineStreamResponse
 from afterglow.server.ollama.library import ModelLibrary
-from afterglow.server.ollama.routing import OllamaRoute
 from afterglow.server.ollama.schema import OllamaChatRequest, OllamaGenerationBody
+from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
 EMPTY_MESSAGE = {"role": "assistant", "content": ""}
@@ -22,7 +22,7 @@ EMPTY_MESSAGE = {"role": "assistant", "content": ""}
 
 def build_router(state: ServerState) -> APIRouter:
     """Return the router of this route."""
-    router = APIRouter(route_class=OllamaRoute)
+    router = APIRouter(route_class=StrictRoute)
     library = ModelLibrary(state)
 
     @router.post("/api/chat", summary="Ollama: continue a conversation")

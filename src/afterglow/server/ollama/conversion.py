@@ -25,6 +25,8 @@ from afterglow.server.state import ServerState
 
 GO_TEMPLATE_PATTERN = re.compile(r"\{\{-?\s*(?:\.[A-Za-z]|\$\.?|(?:if|range|with|end|else|define|template|block)\b)")
 RANDOM_SEED = -1
+VALUE_KEYWORDS = frozenset({"const", "default", "enum", "examples"})  # of JSON schema; their values are no schemas
+NULLABLE_KEYWORDS = frozenset({"const", "default"})
 NO_DEFAULTS = RequestDefaults()
 
 
@@ -81,9 +83,32 @@ def build_images(images: Sequence[str] | None) -> tuple[Attachment, ...]:
 def build_tools(tools: Sequence[OllamaTool] | None) -> list[Tool]:
     """Convert the tools of a body."""
     return [
-        build_tool(function.name, function.description, function.parameters, function.strict, where=where)
-        for where, function in ((f"tools[{index}].function", tool.function) for index, tool in enumerate(tools or ()))
+        build_tool(
+            tool.function.name,
+            tool.function.description,
+            drop_null_keywords(tool.function.parameters),
+            tool.function.strict,
+            where=f"tools[{index}].function",
+        )
+        for index, tool in enumerate(tools or ())
     ]
+
+
+def drop_null_keywords(schema: Any) -> Any:
+    """Return a JSON schema without keywords that are null, as Go writes lists and maps that are not set.
+
+    >>> drop_null_keywords({"type": "object", "required": None, "properties": {"x": {"enum": None, "const": None}}})
+    {'type': 'object', 'properties': {'x': {'const': None}}}
+    """
+    if isinstance(schema, list):
+        return [drop_null_keywords(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value if name in VALUE_KEYWORDS else drop_null_keywords(value)
+        for name, value in schema.items()
+        if value is not None or name in NULLABLE_KEYWORDS
+    }
 
 
 # --- options

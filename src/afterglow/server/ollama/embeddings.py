@@ -20,14 +20,14 @@ from afterglow.server.errors import invalid_request_error
 from afterglow.server.logs import get_record
 from afterglow.server.ollama.formatting import to_nanoseconds
 from afterglow.server.ollama.library import ModelLibrary
-from afterglow.server.ollama.routing import OllamaRoute
 from afterglow.server.ollama.schema import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
 
 def build_router(state: ServerState) -> APIRouter:
     """Return the router of these routes."""
-    router = APIRouter(route_class=OllamaRoute)
+    router = APIRouter(route_class=StrictRoute)
     library = ModelLibrary(state)
 
     @router.post("/api/embed", summary="Ollama: embed texts")

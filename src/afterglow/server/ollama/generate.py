@@ -26,14 +26,14 @@ from afterglow.server.ollama import conversion
 from afterglow.server.ollama.chat import load_or_unload
 from afterglow.server.ollama.formatting import GenerateLineFormatter, LineStreamResponse
 from afterglow.server.ollama.library import ModelLibrary, OpenedModel
-from afterglow.server.ollama.routing import OllamaRoute
 from afterglow.server.ollama.schema import OllamaGenerateRequest, OllamaMessage, OllamaOptions
+from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
 
 def build_router(state: ServerState) -> APIRouter:
     """Return the router of this route."""
-    router = APIRouter(route_class=OllamaRoute)
+    router = APIRouter(route_class=StrictRoute)
     library = ModelLibrary(state)
 
     @router.post("/api/generate", summary="Ollama: respond to a prompt")

@@ -32,7 +32,7 @@ from afterglow.server.ollama.details import (
 from afterglow.server.ollama.errors import build_error_body
 from afterglow.server.ollama.formatting import LineStreamResponse, format_line
 from afterglow.server.ollama.library import LibraryModel, ModelLibrary
-from afterglow.server.ollama.routing import OllamaPortRoute, OllamaRoute
+from afterglow.server.ollama.routing import OllamaPortRoute
 from afterglow.server.ollama.schema import (
     OllamaCopyRequest,
     OllamaCreateRequest,
@@ -40,6 +40,7 @@ from afterglow.server.ollama.schema import (
     OllamaPullRequest,
     OllamaShowRequest,
 )
+from afterglow.server.schema.base import StrictRoute
 from afterglow.server.settings import FOREVER_SECONDS
 from afterglow.server.sse import report_errors, wait_for_first_item
 from afterglow.server.state import ServerState
@@ -53,7 +54,7 @@ UNKNOWN_FILE = FileDetails(digest="", size=0, modified=0, details={}, capabiliti
 
 def build_router(state: ServerState) -> APIRouter:
     """Return the router of these routes."""
-    router = APIRouter(route_class=OllamaRoute)
+    router = APIRouter(route_class=StrictRoute)
     library = ModelLibrary(state)
     router.add_api_route(
         "/",

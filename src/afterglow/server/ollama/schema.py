@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic
@@ -13,6 +14,7 @@ from afterglow.server.schema.base import (
     KeepAliveField,
     NameField,
     StrictModel,
+    get_rule,
     hint,
     supports_only,
     unsupported,
@@ -20,14 +22,44 @@ from afterglow.server.schema.base import (
 from afterglow.server.schema.sampling import SamplingFields
 
 FIXED_AT_LOAD = "it is fixed when the model is loaded"
-ModelField: TypeAlias = Annotated[NameField, pydantic.Field(min_length=1)]
+# Options by name: values beyond their range that Ollama accepts, and the value with the same effect.
+SWITCHED_OFF: Mapping[str, tuple[Callable[[float], bool], float | None]] = {
+    "temperature": (lambda value: value < 0, 0),
+    "top_k": (lambda value: value < 0, 0),
+    "top_p": (lambda value: value > 1, 1.0),
+    "typical_p": (lambda value: value > 1, 1.0),
+    "num_ctx": (lambda value: value == 0, None),
+}
+RequiredModelField: TypeAlias = Annotated[NameField, pydantic.Field(min_length=1)]
 OptionalModelField: TypeAlias = Annotated[
-    ModelField | None, pydantic.Field(description="Default: the only served model.")
+    NameField | None, pydantic.Field(description="Default: the only served model.")
 ]
 Think: TypeAlias = bool | Literal["low", "medium", "high", "max"]
 Format: TypeAlias = Annotated[
     Literal["", "json"] | JsonObject, pydantic.Field(description="`json`, or the JSON schema of the response.")
 ]
+
+
+class OllamaBody(StrictModel):
+    """Body of a request. A zero value means that an optional name or a refused field is not set.
+
+    Ollama's own clients are written in Go, which sends `""`, `0`, `[]` or `{}` for fields that are not set.
+    """
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _drop_zero_values(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value or not cls._is_unset_by_zero(name)}
+
+    @classmethod
+    def _is_unset_by_zero(cls, name: Any) -> bool:
+        field = cls.model_fields.get(name)
+        if field is None:
+            return False
+        rule = get_rule(field)
+        return name in ("model", "name") or (rule is not None and rule.get("only") == [])
 
 
 class OllamaOptions(SamplingFields):
@@ -87,6 +119,14 @@ class OllamaOptions(SamplingFields):
             for name, value in values.items()
         }
 
+    @pydantic.field_validator(*SWITCHED_OFF, mode="before")
+    @classmethod
+    def _convert_switched_off(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Convert values beyond the range with the meaning that they have in Ollama, e.g. -1 for all tokens."""
+        is_beyond, meaning = SWITCHED_OFF[info.field_name or ""]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return meaning if is_number and is_beyond(value) else value
+
 
 class OllamaFunctionCall(StrictModel):
     name: NameField
@@ -127,7 +167,7 @@ class OllamaTool(StrictModel):
     items: Any = unsupported("describe parameters in `function.parameters`")
 
 
-class OllamaGenerationBody(StrictModel):
+class OllamaGenerationBody(OllamaBody):
     """Fields of /api/chat and /api/generate."""
 
     model: OptionalModelField = None
@@ -171,7 +211,7 @@ class OllamaGenerateRequest(OllamaGenerationBody):
     steps: Any = unsupported("models generate text only")
 
 
-class OllamaEmbedRequest(StrictModel):
+class OllamaEmbedRequest(OllamaBody):
     """Texts to embed."""
 
     model: OptionalModelField = None
@@ -182,7 +222,7 @@ class OllamaEmbedRequest(StrictModel):
     keep_alive: KeepAliveField = None
 
 
-class OllamaEmbeddingsRequest(StrictModel):
+class OllamaEmbeddingsRequest(OllamaBody):
     """A text to embed, in the old form."""
 
     model: OptionalModelField = None
@@ -191,7 +231,7 @@ class OllamaEmbeddingsRequest(StrictModel):
     keep_alive: KeepAliveField = None
 
 
-class NamedModel(StrictModel):
+class NamedModel(OllamaBody):
     """Body that names a model, by `model` or by its old name `name`."""
 
     model: NameField | None = None
@@ -209,11 +249,11 @@ class NamedModel(StrictModel):
         return self.model or self.name or ""
 
 
-class OllamaShowRequest(StrictModel):
+class OllamaShowRequest(OllamaBody):
     """A model to describe."""
 
     model: OptionalModelField = None
-    name: ModelField | None = pydantic.Field(None, description="Old name of `model`.")
+    name: NameField | None = pydantic.Field(None, description="Old name of `model`.")
     verbose: bool | None = pydantic.Field(None, description="Also return long lists, e.g. the vocabulary.")
     system: Any = unsupported("create a model with this system prompt")
     template: Any = unsupported("create a model with this template")
@@ -233,17 +273,17 @@ class OllamaPullRequest(NamedModel):
     password: Any = unsupported("gated repositories need the token of the hub's own library")
 
 
-class OllamaCopyRequest(StrictModel):
+class OllamaCopyRequest(OllamaBody):
     """A model and its further name."""
 
-    source: ModelField
-    destination: ModelField
+    source: RequiredModelField
+    destination: RequiredModelField
 
 
 class OllamaCreateRequest(NamedModel):
     """A name for a model with a system prompt, a template, messages and parameters of its own."""
 
-    from_: ModelField = pydantic.Field(alias="from", description="Model that the new one uses.")
+    from_: RequiredModelField = pydantic.Field(alias="from", description="Model that the new one uses.")
     system: str | None = None
     template: str | None = pydantic.Field(None, description="Jinja chat template instead of that of the model.")
     parameters: OllamaOptions | None = None
