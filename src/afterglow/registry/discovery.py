@@ -44,6 +44,11 @@ class OllamaDefinition:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     adapters: tuple[Path, ...] = ()
     projector: Path | None = None
+    licenses: tuple[Path, ...] = ()
+
+    def read_license(self) -> str:
+        """Return the text of all licenses; empty if there are none. Raises `InvalidModel` if one cannot be read."""
+        return "\n".join(read_layer(self.path.name, "license", path) for path in self.licenses)
 
     @property
     def context(self) -> int | None:
@@ -161,6 +166,7 @@ def read_ollama_definition(name: str) -> OllamaDefinition | None:
         parameters=read_parameters_layer(layers["params"][0]) if "params" in layers else {},
         adapters=tuple(layers.get("adapter", ())),
         projector=layers["projector"][0] if "projector" in layers else None,
+        licenses=tuple(layers.get("license", ())),
     )
 
 

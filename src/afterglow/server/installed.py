@@ -1,7 +1,8 @@
 """Models on this machine by the names that clients use: those of Ollama's models have no prefix, as in Ollama.
 
-A name without a tag has the tag `latest`. `RequestDefaults` is what Ollama stores with a model for its requests. A
-`ModelVariant` is another name for a model, with defaults of its own.
+A name without a tag has the tag `latest`; its case does not matter, as in Ollama.
+`RequestDefaults` is what Ollama stores with a model for its requests. A `ModelVariant` is another name for a model,
+with defaults of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from afterglow.registry import LocalModel, OllamaDefinition
 
 DEFAULT_TAG = ":latest"
 OLLAMA_PREFIX = "ollama:"  # of Ollama's models in the registry
+OFFICIAL_NAMESPACE = "library"  # of Ollama's own models
 
 
 def add_tag(name: str) -> str:
@@ -29,23 +31,13 @@ def add_tag(name: str) -> str:
 
 
 def list_spellings(name: str) -> list[str]:
-    """List the names that mean the same model, without the prefix of Ollama's models.
+    """List a name with and without the default tag.
 
     >>> list_spellings("smollm2"), list_spellings("smollm2:latest"), list_spellings("qwen3:4b")
     (['smollm2', 'smollm2:latest'], ['smollm2:latest', 'smollm2'], ['qwen3:4b'])
     """
     other = name.removesuffix(DEFAULT_TAG) if name.endswith(DEFAULT_TAG) else add_tag(name)
     return list(dict.fromkeys([name, other]))
-
-
-def list_registry_names(name: str) -> list[str]:
-    """List the names in the registry that a client may mean.
-
-    >>> list_registry_names("qwen3:4b")
-    ['qwen3:4b', 'ollama:qwen3:4b']
-    """
-    spellings = list_spellings(get_client_name(name))
-    return [*spellings, *(OLLAMA_PREFIX + spelling for spelling in spellings)]
 
 
 def get_client_name(name: str) -> str:
@@ -57,6 +49,34 @@ def get_client_name(name: str) -> str:
     return name.removeprefix(OLLAMA_PREFIX)
 
 
+def normalize_name(name: str) -> str:
+    """Return a name with its tag, without the prefix of Ollama's models and the namespace of Ollama's own ones.
+
+    >>> normalize_name("ollama:qwen3:4b"), normalize_name("library/smollm2"), normalize_name("owner/model:8b")
+    ('qwen3:4b', 'smollm2:latest', 'owner/model:8b')
+    """
+    namespace, _, base = get_client_name(name).rpartition("/")
+    is_official = namespace == OFFICIAL_NAMESPACE or namespace.endswith(f"/{OFFICIAL_NAMESPACE}")
+    return add_tag(base if is_official else get_client_name(name))
+
+
+def find_name(name: str, names: Iterable[str]) -> str | None:
+    """Return which of `names` a client means: the same name, else the same apart from its tag, else from its case.
+
+    >>> find_name("SMOL", ["big", "smol:latest"]), find_name("smol", ["Smol:latest", "smol:latest"])
+    ('smol:latest', 'smol:latest')
+    """
+    names = list(names)
+    if name in names:
+        return name
+    for fold in (str, str.casefold):
+        wanted = fold(normalize_name(name))
+        found = next((other for other in names if fold(normalize_name(other)) == wanted), None)
+        if found is not None:
+            return found
+    return None
+
+
 def list_installed_models() -> list[LocalModel]:
     """List the models on this machine, including those of other programs. Blocking."""
     return [*registry.list_installed(), *registry.discover_models()]
@@ -64,8 +84,9 @@ def list_installed_models() -> list[LocalModel]:
 
 def find_installed_model(name: str) -> LocalModel | None:
     """Return a model on this machine by name. Paths are not names: a client must not choose files. Blocking."""
-    names = list_registry_names(name)
-    return next((model for model in list_installed_models() if model.name in names), None)
+    installed = list_installed_models()
+    found = find_name(name, [model.name for model in installed])
+    return next((model for model in installed if model.name == found), None)
 
 
 # --- requests

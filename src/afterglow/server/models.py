@@ -31,9 +31,9 @@ from afterglow.server.installed import (
     VariantFinder,
     build_request_defaults,
     find_installed_model,
+    find_name,
     get_client_name,
     list_installed_models,
-    list_registry_names,
 )
 from afterglow.server.logs import get_record, logger
 from afterglow.server.metrics import SlotCounters
@@ -80,6 +80,7 @@ class ModelSlot:
         self.request_defaults = build_request_defaults(served.definition)
         self.created = int(time.time())
         self.last_used = time.monotonic()  # end of the last request, or the load
+        self.requested_name: str | None = None  # by which a client of Ollama's API used it last
         self.active_requests = 0
         self.counters = SlotCounters()
         self.model: Model | None = None
@@ -443,9 +444,10 @@ class ModelRegistry(Closeable):
         return slot
 
     def find_slot(self, name: str) -> ModelSlot | None:
-        """Return the slot of a model by its name, with or without the default tag and the prefix of Ollama's models."""
-        slots = self.slots
-        return next((slots[other] for other in (name, *list_registry_names(name)) if other in slots), None)
+        """Return the slot of a model by its name, in any spelling that clients may use."""
+        slots = self.slots  # others may replace it
+        found = find_name(name, slots)
+        return None if found is None else slots[found]
 
     def split_name(self, name: str | None) -> tuple[str | None, str]:
         """Split the requested name of a model into that of a served model and its adapters, e.g. `+style@0.8`.
@@ -529,9 +531,9 @@ class ModelRegistry(Closeable):
         """List the models on this machine that are served as soon as a client names them. Blocking."""
         if self._build_installed is None:
             return []
-        paths = {slot.path for slot in self.slots.values()}
+        paths = {slot.path for slot in self.slots.values() if slot.installed is None}  # a file may have several names
         others = [model for model in list_installed_models() if model.path not in paths]
-        return [model for model in others if self.find_slot(model.name) is None]
+        return [model for model in others if get_client_name(model.name) not in self.slots]
 
     def add_installed(self, model: LocalModel) -> ModelSlot | None:
         """Return the slot of a model on this machine, added if necessary; None if only named models are served."""

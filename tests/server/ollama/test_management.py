@@ -188,6 +188,44 @@ def test_every_api_serves_installed_models_by_name(folder: Path, caches_of_our_o
 
 
 @pytest.mark.native
+def test_bodies_of_clients_in_go_name_their_model_only(machine: ServerProcess) -> None:
+    """Go's client sends the zero value of each field that is not set."""
+    shown = machine.post(
+        "/api/show", {"model": "mini:1b", "system": "", "template": "", "verbose": False, "options": None, "name": ""}
+    )
+    assert shown.status_code == 200, shown.text
+    pulled = machine.post("/api/pull", {"model": "mini:1b", "insecure": False, "username": "", "password": ""})
+    assert json.loads(pulled.text.splitlines()[-1]) == {"status": "success"}
+
+
+@pytest.mark.native
+def test_case_and_the_namespace_of_official_models_do_not_matter(client: ollama.Client, folder: Path) -> None:
+    for name in ("MINI:1B", "library/mini:1b", "registry.example/library/mini:1b"):
+        assert client.generate(name, "hello", options={"temperature": 0}).response == CYCLE[:4]
+    client.create("Casual", from_="tiny", parameters={"num_predict": 3})
+    assert client.chat("cASUAL:latest", MESSAGES).message.content == CYCLE[:3]
+    client.delete("casual")
+    assert "Casual:latest" not in {model.model for model in client.list().models}
+
+
+@pytest.mark.native
+def test_each_name_of_a_file_in_ollamas_store_is_a_model(tmp_path: Path, caches_of_our_own: None) -> None:
+    shared = {"params": {"num_predict": 2, "temperature": 0}, "license": "Do what you like."}
+    for name in ("twin", "triplet", "other"):
+        write_ollama_model(tmp_path / "ollama", name, "1", "successor-attention", **shared)
+    names = {"twin:1", "triplet:1", "other:1"}
+    arguments = [f"tiny={models.get_path('attention')}", "--ollama", "--ollama-port", "0"]
+    with run_server(*arguments, **build_environment(tmp_path)) as server:
+        for name in sorted(names):
+            response = server.post("/api/generate", {"model": name, "prompt": "hello", "stream": False}).json()
+            assert (response["model"], response["response"]) == (name, CYCLE[:2])
+            listed = {model["name"] for model in server.http.get("/api/tags").json()["models"]}
+            assert names <= listed
+            assert names <= {model["id"] for model in server.http.get("/v1/models").json()["data"]}
+        assert server.post("/api/show", {"model": "twin:1"}).json()["license"] == "Do what you like."
+
+
+@pytest.mark.native
 def test_everything_that_ollama_stores_with_a_model_applies_in_every_api(
     tmp_path: Path, caches_of_our_own: None
 ) -> None:
@@ -272,6 +310,18 @@ def test_a_model_is_unloaded_and_loaded_again(client: ollama.Client) -> None:
     again = client.chat("tiny", MESSAGES, options=GREEDY)
     assert again.message.content == CYCLE[:8]
     assert (again.load_duration or 0) > 10**6  # it was loaded for this request
+
+
+@pytest.mark.native
+def test_a_model_that_a_created_one_uses_is_listed_under_the_name_of_the_request(client: ollama.Client) -> None:
+    client.create("assistant", from_="tiny", parameters=PARAMETERS)
+    client.chat("assistant", MESSAGES)
+    running = list_running(client)
+    assert ("assistant:latest" in running, "tiny:latest" in running) == (True, False)
+    assert running["assistant:latest"].details.parent_model == "tiny"
+    client.chat("tiny", MESSAGES, options=GREEDY)
+    assert "tiny:latest" in list_running(client)
+    client.delete("assistant")
 
 
 @pytest.mark.native

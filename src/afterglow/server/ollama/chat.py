@@ -60,7 +60,7 @@ async def load_or_unload(
     """Respond to a request without a prompt: load the model, or unload it if `keep_alive` is 0."""
     name = library.get_name(body.model)
     if body.keep_alive == 0:
-        found = await state.run_text_work(lambda: library.find(name))
+        found = await state.run_text_work(lambda: library.find(library.split_adapters(name)[0]))
         if found.slot is not None:
             await state.run_engine_call(found.slot.name, found.slot.unload)
         reason = "unload"

@@ -17,7 +17,7 @@ import pydantic
 from afterglow.llama.atomic_write import write_atomically
 from afterglow.paths import get_data_directory
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.installed import add_tag
+from afterglow.server.installed import add_tag, find_name
 from afterglow.server.logs import logger
 from afterglow.server.ollama.schema import OllamaMessage, OllamaOptions
 
@@ -57,8 +57,12 @@ class CreatedModelStore:
         self._directory = directory or get_data_directory("models")
 
     def find(self, name: str) -> CreatedModel | None:
-        """Return a created model by its name, with or without the default tag."""
-        return self._read(self._get_path(name))
+        """Return a created model by its name, in any spelling that clients may use."""
+        if (model := self._read(self._get_path(name))) is not None:
+            return model
+        models = {model.name: model for model in self.list_all()}
+        found = find_name(name, models)
+        return None if found is None else models[found]
 
     def list_all(self) -> list[CreatedModel]:
         """List the created models by name."""

@@ -105,6 +105,12 @@ class ModelLibrary:
             raise ModelNotFound(name[:200], f"{missing} is not on this machine; models: {names or 'none'}")
         return found if created is None else replace(found, name=created.name, created=created)
 
+    def split_adapters(self, name: str) -> tuple[str, str]:
+        """Split the name of a served model and its adapters, e.g. `small+style@0.8`, into `small` and `+style@0.8`."""
+        base, plus, adapters = name.partition("+")
+        has_adapters = bool(plus) and self._find_slot(base) is not None
+        return (base, plus + adapters.removesuffix(DEFAULT_TAG)) if has_adapters else (name, "")
+
     def list_all(self) -> list[LibraryModel]:
         """List all models by name: served ones first, then created and installed ones. Blocking."""
         models = {model.name: model for model in map(describe_slot, self._state.models.slots.values())}
@@ -112,12 +118,18 @@ class ModelLibrary:
             source = self._find_slot(created.source) or find_installed(created.source)
             if source is not None:
                 models.setdefault(created.name, replace(source, name=created.name, created=created))
-        paths = {model.path for model in models.values() if model.created is None}
+        named = (slot for slot in self._state.models.slots.values() if slot.installed is None)
+        paths = {slot.path for slot in named}  # a file in Ollama's store may have several names
         for local in list_installed_models():
             if local.path not in paths:
                 installed = describe_installed(local)
                 models.setdefault(installed.name, installed)
         return list(models.values())
+
+    def describe_use(self, model: LibraryModel, slot: ModelSlot) -> LibraryModel:
+        """Return a loaded model as the created one by whose name a client used it last, if there is one. Blocking."""
+        created = None if slot.requested_name is None else self.created_models.find(slot.requested_name)
+        return model if created is None else replace(model, name=created.name, created=created)
 
     def _find_slot(self, name: str) -> LibraryModel | None:
         slot = self._state.models.find_slot(name)
@@ -139,18 +151,17 @@ class ModelLibrary:
     async def open(self, name: str | None, *, num_ctx: int | None, keep_alive: float | None) -> OpenedModel:
         """Load a model for a request, and set how long it stays loaded. It is not unloaded before the request ends."""
         started, name = time.monotonic(), self.get_name(name)
-        base, plus, adapters = name.partition("+")
-        has_adapters = bool(plus) and self._find_slot(base) is not None
-        found, slot = await self.get_slot(base if has_adapters else name)
+        base, adapters = self.split_adapters(name)
+        found, slot = await self.get_slot(base)
         context = num_ctx or (found.created.options.num_ctx if found.created else None)
         if context is not None:
             await self._ensure_context(slot, context)
         model = await self._state.get_model(slot.name)
         if keep_alive is not None:
             slot.set_keep_alive(keep_alive)
-        slot_name = f"{slot.name}+{adapters.removesuffix(DEFAULT_TAG)}" if has_adapters else slot.name
+        slot.requested_name = found.name
         defaults = slot.request_defaults
-        return OpenedModel(name, slot_name, model, found.created, defaults, started, time.monotonic())
+        return OpenedModel(name, slot.name + adapters, model, found.created, defaults, started, time.monotonic())
 
     async def _ensure_context(self, slot: ModelSlot, context: int) -> None:
         """Load a model again if its context is too short; raise status 400 with both numbers if that is not possible.

@@ -130,7 +130,7 @@ def build_processes(library: ModelLibrary) -> Iterator[dict[str, Any]]:
         seconds = FOREVER_SECONDS if expiry is None else expiry - time.monotonic()
         on_devices = sum(nbytes for device, nbytes in slot.nbytes.items() if device != "ram")
         yield {
-            **build_head(model, file),
+            **build_head(library.describe_use(model, slot), file),
             "size": sum(slot.nbytes.values()) or file.size,
             "size_vram": on_devices,
             "expires_at": format_time(time.time() + seconds),
@@ -154,7 +154,7 @@ def list_capabilities(model: LibraryModel, file: FileDetails) -> list[str]:
 def build_description(library: ModelLibrary, body: OllamaShowRequest) -> dict[str, Any]:
     """Build the description of a model. Blocking."""
     name = library.get_name(body.model or body.name)
-    model = library.find(name)
+    model = library.find(library.split_adapters(name)[0])
     file = model.describe()
     if file is None or model.path is None:
         raise ModelNotFound(name, "its file is not known")
@@ -177,7 +177,9 @@ def build_description(library: ModelLibrary, body: OllamaShowRequest) -> dict[st
         "capabilities": list_capabilities(model, file),
         "modified_at": format_time(created.modified if created else file.modified),
     }
-    license_text = (created.license if created else None) or metadata.get("general.license")
+    license_text = (
+        (created.license if created else None) or definition.read_license() or metadata.get("general.license")
+    )
     if isinstance(license_text, str):
         description["license"] = license_text
     if messages:
