@@ -10,7 +10,8 @@ import pytest
 
 from afterglow.cli.settings import load_settings
 from afterglow.errors import InvalidArgument
-from afterglow.server.settings import hash_api_key
+from afterglow.server.auth import BrowserPolicy
+from afterglow.server.settings import ServerSettings, hash_api_key
 from afterglow.testing import models
 from support.server_process import ServerProcess, run_server
 
@@ -152,6 +153,22 @@ def test_configured_hosts_and_origins_are_accepted() -> None:
         assert "x-afterglow-ignored" in response.headers["access-control-expose-headers"]
         assert server.http.get("/v1/models", headers={**headers, "Host": "other.example"}).status_code == 403
         assert server.http.get("/v1/models", headers={**headers, "Origin": "http://b.example"}).status_code == 403
+
+
+def test_a_server_on_all_addresses_is_reached_by_each_of_them() -> None:
+    """A page can rebind a name, but not an address."""
+    for listening, answers in (("0.0.0.0", True), ("::", True), ("192.168.0.9", True), ("127.0.0.1", False)):
+        policy = BrowserPolicy(ServerSettings(host=listening))
+        assert policy.is_host_allowed("192.168.0.9:8080") == answers
+        assert not policy.is_host_allowed("page.example")
+
+
+def test_origins_may_have_wildcards() -> None:
+    policy = BrowserPolicy(ServerSettings(allow_origins=("http://localhost:*", "https://*.example", "app://*")))
+    for origin in ("http://localhost:3000", "https://chat.example", "app://obsidian.md"):
+        assert policy.is_origin_allowed(origin, "box.example")
+    for origin in ("http://localhost", "https://localhost:3000", "https://example", "https://a.example/x", "null"):
+        assert not policy.is_origin_allowed(origin, "box.example")
 
 
 # --- CORS

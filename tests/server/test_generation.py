@@ -99,7 +99,7 @@ def client(caches_of_our_own: None) -> Iterator[TestClient]:
         app: FastAPI = build_routed_app(state)
         install_error_handlers(app, formats)
         app.include_router(build_second_router(state))
-        middleware = AuthMiddleware(app, state.settings, state.metrics, formats)
+        middleware = AuthMiddleware(app, state, formats)
         registry.load_first()
         with TestClient(middleware, "http://localhost", headers={"x-api-key": "key"}) as test_client:
             test_client.app_state["state"] = state

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from afterglow.server import admin, errors, observe
 from afterglow.server.anthropic import errors as anthropic_errors
 from afterglow.server.anthropic import messages as anthropic_messages
 from afterglow.server.anthropic import models as anthropic_models
-from afterglow.server.auth import AuthMiddleware
+from afterglow.server.auth import AuthMiddleware, BrowserPolicy
 from afterglow.server.batches import routes as batches
 from afterglow.server.errors import ErrorFormats
 from afterglow.server.llamacpp import router as llamacpp
@@ -69,12 +69,24 @@ def build_routed_app(state: ServerState) -> FastAPI:
 
 def build_application(state: ServerState) -> tuple[ASGIApp, AuthMiddleware]:
     """Return the complete application, and its authentication middleware, which controls shutdown."""
-    settings = state.settings
-    middleware = AuthMiddleware(build_routed_app(state), settings, state.metrics, ERROR_FORMATS)
-    if not settings.allow_origins:
-        return middleware, middleware
-    origins = list(settings.allow_origins)
-    cors = CORSMiddleware(
-        middleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=EXPOSED_HEADERS
+    middleware = AuthMiddleware(build_routed_app(state), state, ERROR_FORMATS)
+    app = add_cors(middleware, middleware.browser_policy) if state.settings.allow_origins else middleware
+    if state.ollama_port is None:
+        return app, middleware
+    ollama_app = add_cors(middleware, middleware.ollama_policy)
+
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
+        await (ollama_app if state.is_for_ollama_port(scope) else app)(scope, receive, send)
+
+    return dispatch, middleware
+
+
+def add_cors(app: ASGIApp, policy: BrowserPolicy) -> ASGIApp:
+    """Return an application that tells browsers which origins may read its responses."""
+    return CORSMiddleware(
+        app,
+        allow_origin_regex=policy.origin_pattern.pattern,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=EXPOSED_HEADERS,
     )
-    return cors, middleware

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
+import socket
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
@@ -17,12 +19,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from afterglow.server.errors import CLIENT_CLOSED_REQUEST, APIError, ErrorFormats, ReceiveError
 from afterglow.server.logs import start_record
-from afterglow.server.metrics import Metrics
 from afterglow.server.models import hold_models
 from afterglow.server.settings import KEY_DIGEST_PREFIX, ServerSettings, hash_api_key
+from afterglow.server.state import ServerState
 
 UNAUTHENTICATED_PATHS = frozenset({"/health", "/v1/health"})  # need no key and respond during shutdown
 PAGE_PATH, PAGE_FILES_PREFIX = "/", "/web/"  # the web page needs no key; its requests to the other routes do
+
+# What Ollama accepts unless it is configured: names that public DNS does not have, pages of servers on this machine,
+# and programs that show web pages.
+OLLAMA_HOST_SUFFIXES = (".localhost", ".local", ".internal")
+OLLAMA_ORIGINS = (
+    *(
+        f"{scheme}://{host}{port}"
+        for scheme in ("http", "https")
+        for host in ("localhost", "127.0.0.1", "0.0.0.0", "[::1]")
+        for port in ("", ":*")
+    ),
+    *(f"{scheme}://*" for scheme in ("app", "file", "tauri", "vscode-webview", "vscode-file")),
+)
 
 KEY_HEADERS = ("authorization", "x-api-key")
 UPLOAD_PATH = "/v1/files"
@@ -72,10 +87,16 @@ def is_loopback_name(name: str) -> bool:
     >>> is_loopback_name("127.0.0.1"), is_loopback_name("::1"), is_loopback_name("127.0.0.1.example.com")
     (True, True, False)
     """
+    address = parse_address(name)
+    return name == "localhost" if address is None else address.is_loopback
+
+
+def parse_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address that a host name is; None for other names."""
     try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
+        return None
 
 
 class BrowserPolicy:
@@ -86,12 +107,20 @@ class BrowserPolicy:
     (True, False)
     >>> policy.is_origin_allowed("http://evil.example", host="localhost:8080")
     False
+    >>> BrowserPolicy(ServerSettings(), like_ollama=True).is_origin_allowed("http://localhost:3000", host="localhost")
+    True
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
-        self._hosts = {normalize_host(host) for host in (settings.host, *settings.allow_hosts)}
+    def __init__(self, settings: ServerSettings, *, like_ollama: bool = False) -> None:
+        """`like_ollama`: what Ollama accepts by default is accepted, too."""
+        own_names = [socket.gethostname()] if like_ollama else []
+        self._hosts = {normalize_host(host) for host in (settings.host, *settings.allow_hosts, *own_names)}
+        self._host_suffixes = OLLAMA_HOST_SUFFIXES if like_ollama else ()
+        # An address is not a name that a page could control. A server on all addresses is reached by each of them.
+        address = parse_address(settings.host)
+        self._allows_addresses = like_ollama or (address is not None and address.is_unspecified)
         self._allows_all_hosts = bool(settings.api_keys) or "*" in settings.allow_hosts
-        self._origins = set(settings.allow_origins)
+        self.origin_pattern = compile_origins((*settings.allow_origins, *(OLLAMA_ORIGINS if like_ollama else ())))
 
     def check(self, headers: Headers) -> APIError | None:
         """Return the error of a request whose `Host` or `Origin` is not allowed."""
@@ -109,16 +138,31 @@ class BrowserPolicy:
     def is_host_allowed(self, host: str) -> bool:
         """Whether a `Host` header is a loopback name or configured. Every name is if there are API keys."""
         name = normalize_host(host)
-        return self._allows_all_hosts or is_loopback_name(name) or (bool(name) and name in self._hosts)
+        if self._allows_all_hosts or is_loopback_name(name):
+            return True
+        if parse_address(name) is not None and self._allows_addresses:
+            return True
+        return bool(name) and (name in self._hosts or name.endswith(self._host_suffixes))
 
     def is_origin_allowed(self, origin: str, host: str) -> bool:
         """Whether an `Origin` header is configured or is the server itself."""
-        if self._origins & {"*", origin}:
+        if self.origin_pattern.fullmatch(origin):
             return True
         try:
             return bool(host) and urlsplit(origin).netloc.lower() == host.lower()
         except ValueError:  # malformed
             return False
+
+
+def compile_origins(origins: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern for origins in which `*` stands for any text without a slash; `*` alone for every origin.
+
+    >>> pattern = compile_origins(["http://localhost:*", "http://[::1]"])
+    >>> [bool(pattern.fullmatch(f"http://{host}")) for host in ("localhost:3000", "localhost", "[::1]", "example.com")]
+    [True, False, True, False]
+    """
+    patterns = [".*" if origin == "*" else re.escape(origin).replace(r"\*", "[^/]*") for origin in origins]
+    return re.compile("|".join(patterns) or r"(?!)")
 
 
 def normalize_host(host: str) -> str:
@@ -144,16 +188,19 @@ def get_tenant_salt(request: Request) -> str:
 class AuthMiddleware:
     """Passes valid requests to the application and responds to all others itself."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, error_formats: ErrorFormats) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, error_formats: ErrorFormats) -> None:
+        settings = state.settings
         self.app = app
         self.is_shutting_down = False  # if true, new requests get 503
         self.active_requests = 0
+        self._state = state
         self._keys = APIKeys(settings.api_keys)
-        self._browser_policy = BrowserPolicy(settings)
+        self.browser_policy = BrowserPolicy(settings)
+        self.ollama_policy = BrowserPolicy(settings, like_ollama=True)
         self._max_body_bytes = settings.max_body_bytes
         self._max_upload_bytes = max(settings.max_body_bytes, settings.max_file_bytes + FORM_BYTES)
         self._strict = settings.strict
-        self._metrics = metrics
+        self._metrics = state.metrics
         self._error_formats = error_formats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -187,7 +234,7 @@ class AuthMiddleware:
 
     def _check_request(self, scope: Scope) -> APIError | None:
         headers = Headers(scope=scope)
-        if (error := self._browser_policy.check(headers)) is not None:
+        if (error := self._get_browser_policy(scope).check(headers)) is not None:
             return error
         if scope["path"] in UNAUTHENTICATED_PATHS:
             return None
@@ -209,6 +256,9 @@ class AuthMiddleware:
         if length.isdigit() and len(length) < 20 and int(length) > self._get_max_bytes(scope["path"]):
             return self._build_too_large_error(scope["path"])
         return None
+
+    def _get_browser_policy(self, scope: Scope) -> BrowserPolicy:
+        return self.ollama_policy if self._state.is_for_ollama_port(scope) else self.browser_policy
 
     def _get_max_bytes(self, path: str) -> int:
         return self._max_upload_bytes if path == UPLOAD_PATH else self._max_body_bytes

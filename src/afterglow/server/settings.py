@@ -144,10 +144,15 @@ class ServerSettings(pydantic.BaseModel):
     allow_hosts: TextList = pydantic.Field(
         (),
         description="Accepted `Host` names beside loopback and `host`; `*`: all. Other requests get status 403, so "
-        "that no web page can reach the server by a name of its own. Not checked if there are keys.",
+        "that no web page can reach the server by a name of its own. Not checked if there are keys. A server on all "
+        "addresses is reached by each of them. Ollama's port accepts what Ollama does: every address, the name of this "
+        "machine, `*.localhost`, `*.local` and `*.internal`.",
     )
     allow_origins: TextList = pydantic.Field(
-        (), description="CORS origins allowed to connect; `*`: all. Requests of other web pages get status 403."
+        (),
+        description="CORS origins allowed to connect, e.g. `https://chat.example` or `http://localhost:*`; `*`: all. "
+        "Requests of other web pages get status 403. Ollama's port accepts pages of loopback addresses and of programs "
+        "such as `vscode-webview://…`, as Ollama does.",
     )
     aliases: Annotated[tuple[str, ...], pydantic.BeforeValidator(parse_aliases)] = pydantic.Field(
         (),

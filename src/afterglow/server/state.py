@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
+from starlette.types import Scope
 
 from afterglow.api.model import Model
 from afterglow.closeable import Closeable
@@ -63,6 +64,11 @@ class ServerState(Closeable):
         self._engine_call_pools: dict[str, ThreadPoolExecutor] = {}  # by model: an engine may not answer
         self._long_call_pool = ThreadPoolExecutor(LONG_CALL_THREADS, thread_name_prefix="afterglow-long-calls")
         self._pending_stats: dict[str, asyncio.Future[EngineStats]] = {}
+
+    def is_for_ollama_port(self, scope: Scope) -> bool:
+        """Whether a request was sent to Ollama's port."""
+        _, port = scope.get("server") or (None, None)
+        return port is not None and port == self.ollama_port
 
     async def get_model(self, name: str | None) -> Model:
         """Return a model by name, loaded if necessary. It is not unloaded before the end of the HTTP request."""

@@ -131,6 +131,36 @@ def test_only_the_second_port_says_that_ollama_is_running(machine: ServerProcess
 
 
 @pytest.mark.native
+def test_the_second_port_accepts_the_pages_and_names_that_ollama_does(machine: ServerProcess) -> None:
+    second = find_second_url(machine)
+    origins = ("http://localhost:3000", "https://127.0.0.1", "app://obsidian.md", "vscode-webview://abc", "file://")
+    for origin in origins:
+        headers = {"Origin": origin}
+        response = httpx.get(f"{second}/api/tags", headers=headers)
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, origin)
+        preflight = {**headers, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
+        assert httpx.options(f"{second}/api/chat", headers=preflight).headers["access-control-allow-origin"] == origin
+        assert machine.http.get("/api/tags", headers=headers).status_code == 403
+    hosts = (
+        "host.docker.internal:11434",
+        "192.168.1.10",
+        "0.0.0.0:11434",
+        "box.local",
+        "a.localhost",
+        socket.gethostname(),
+    )
+    for host in hosts:
+        assert httpx.get(f"{second}/api/version", headers={"Host": host}).status_code == 200
+        assert machine.http.get("/api/version", headers={"Host": host}).status_code == 403
+    for headers in (
+        {"Host": "page.example"},
+        {"Origin": "http://page.example"},
+        {"Origin": "http://localhost.example"},
+    ):
+        assert httpx.get(f"{second}/api/tags", headers=headers).status_code == 403
+
+
+@pytest.mark.native
 def test_the_version_is_that_of_the_api(client: ollama.Client, machine: ServerProcess) -> None:
     version = machine.http.get("/api/version").json()
     assert re.fullmatch(r"\d+\.\d+\.\d+", version["version"])

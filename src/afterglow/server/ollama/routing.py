@@ -13,5 +13,4 @@ class OllamaPortRoute(StrictRoute):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Match a request if it was sent to Ollama's port."""
-        address, port = scope.get("server"), scope["app"].state.server.ollama_port
-        return super().matches(scope) if port is not None and address and address[1] == port else (Match.NONE, {})
+        return super().matches(scope) if scope["app"].state.server.is_for_ollama_port(scope) else (Match.NONE, {})
