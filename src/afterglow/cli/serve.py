@@ -75,12 +75,17 @@ def serve(
     os.environ.pop("AFTERGLOW_SERVER_API_KEYS", None)  # the settings have digests; the engines must not inherit keys
     is_verbose = logging.getLogger().level == logging.DEBUG
     with write_logs("debug" if is_verbose else settings.server.log_level, settings.server.log_file):
-        arguments = models or list(settings.models) or [settings.model]
+        arguments = models or list(settings.models) or list_default_models(settings)
         served = dict(resolve_model_argument(argument, settings) for argument in arguments)
         if ray is None:
             serve_models(served, settings, opens_page=open_page)
         else:
             serve_on_cluster(served, settings, ray)
+
+
+def list_default_models(settings: Settings) -> list[str]:
+    """List what is served if no model is named: the default model, or with `ollama` only what clients name."""
+    return [] if settings.server.ollama and "model" not in settings.model_fields_set else [settings.model]
 
 
 def serve_on_cluster(models: Mapping[str, str], settings: Settings, address: str) -> None:
@@ -376,8 +381,10 @@ def print_startup_message(
 ) -> None:
     """Print the URL, that of Ollama's port and of the web page, and an example request."""
     key = ' -H "Authorization: Bearer $KEY"' if requires_key else ""
-    body = f'{{"model": "{names[0]}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
-    console.print(f"[bold]{', '.join(names)}[/] at [bold]{address}[/]  [dim]Ctrl-C shuts down[/]", soft_wrap=True)
+    name = names[0] if names else "MODEL"
+    body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
+    served = ", ".join(names) or "every installed model"
+    console.print(f"[bold]{served}[/] at [bold]{address}[/]  [dim]Ctrl-C shuts down[/]", soft_wrap=True)
     if ollama_address is not None:
         console.print(f"Ollama API also at [bold]{ollama_address}[/]", soft_wrap=True)
     if page is not None:

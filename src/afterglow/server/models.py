@@ -431,10 +431,10 @@ class ModelRegistry(Closeable):
 
     def get_slot(self, name: str | None) -> ModelSlot:
         """Return the slot of a model by its name or an alias. `None` selects the only served model."""
-        served = ", ".join(self.slots)
+        served = ", ".join(self.slots) or "none yet"
         if name is None:
             if (only := self._get_only_slot()) is None:
-                message = f"`model` is missing, and several models are served: {served}"
+                message = f"`model` is missing, and there is no default; served models: {served}"
                 raise invalid_request_error("model", message, "missing_required_parameter")
             return only
         if (slot := self._find_named_slot(name)) is None:

@@ -218,6 +218,19 @@ def test_every_api_serves_installed_models_by_name(folder: Path, caches_of_our_o
 
 
 @pytest.mark.native
+def test_without_a_model_only_what_clients_name_is_loaded(folder: Path, caches_of_our_own: None) -> None:
+    with run_server("--ollama", "--ollama-port", "0", "--context", "256", **build_environment(folder)) as server:
+        assert server.http.get("/api/ps").json()["models"] == []
+        assert {"mini:1b", "mine.gguf"} <= {model["id"] for model in server.http.get("/v1/models").json()["data"]}
+        unnamed = server.post("/v1/completions", {"prompt": "abc"})
+        assert (unnamed.status_code, unnamed.json()["error"]["param"]) == (400, "model")
+        assert server.post("/v1/completions", {"model": "nothing", "prompt": "abc"}).status_code == 404
+        named = server.post("/v1/completions", {"model": "mini:1b", "prompt": "abc"}).json()
+        assert (named["model"], named["choices"][0]["text"]) == ("mini:1b", CYCLE[3:7])
+        assert [model["name"] for model in server.http.get("/api/ps").json()["models"]] == ["mini:1b"]
+
+
+@pytest.mark.native
 def test_bodies_of_clients_in_go_name_their_model_only(machine: ServerProcess) -> None:
     """Go's client sends the zero value of each field that is not set."""
     shown = machine.post(
