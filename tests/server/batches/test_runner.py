@@ -1,12 +1,21 @@
-"""Batches of a real server that is killed and restarted, and beside interactive requests."""
+"""Batches of a real server that is killed and restarted, beside interactive requests, and after internal errors."""
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
+from fastapi.testclient import TestClient
 
+import afterglow
+from afterglow.server.app import build_application
+from afterglow.server.batches import execution
+from afterglow.server.models import ModelRegistry, ServedModel
+from afterglow.server.settings import ServerSettings
+from afterglow.server.state import ServerState
 from afterglow.testing import models
 from support.batch_lines import build_line, read_results, start_batch, wait_for_end
 from support.server_process import CYCLE, ServerProcess, run_server, wait_until
@@ -68,3 +77,31 @@ def test_interactive_requests_go_before_background_work_which_ends(tmp_path: Pat
             assert server.chat("hi")["status"] == 200
             assert server.get_counters()["preempted"] == preempted + 1
             assert '"finish_reason":"length"' in "".join(events).replace(" ", "")
+
+
+def test_an_internal_error_fails_its_batch_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv("AFTERGLOW_DATA", str(tmp_path))
+    order_lines, calls = execution.order_lines, []
+
+    async def fail_first(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise TypeError("a defect")
+        return await order_lines(*arguments)
+
+    monkeypatch.setattr(execution, "order_lines", fail_first)
+    path = models.get_path("successor-attention")
+    registry = ModelRegistry({"tiny": ServedModel(lambda: afterglow.load(path, host="process", context=512))})
+    with (
+        ServerState(registry, ServerSettings()) as state,
+        TestClient(build_application(state)[0], "http://localhost") as http,
+        openai.OpenAI(api_key="any", base_url="http://localhost/v1", http_client=http) as client,
+    ):
+        first, second = (start_batch(client, [build_line(name)]).id for name in ("a", "b"))
+        failed = wait_for_end(client, first)
+        assert (failed.status, failed.errors.data[0].message) == ("failed", "a defect")
+        assert wait_for_end(client, second).request_counts.completed == 1
+    (record,) = [record for record in caplog.records if "a defect" in record.message]
+    assert record.exc_info

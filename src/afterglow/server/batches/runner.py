@@ -71,8 +71,9 @@ class BatchRunner:
                     await run(app)
             except (Closed, asyncio.CancelledError):
                 return  # the server stops
-            except (OSError, sqlite3.Error) as error:
-                logger.error("batches do not run: %s", error)
+            except Exception as error:
+                is_expected = isinstance(error, OSError | sqlite3.Error)
+                logger.error("batches do not run: %s", error, exc_info=not is_expected)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), IDLE_SECONDS)
 
@@ -143,10 +144,11 @@ class BatchRunner:
                 final, is_complete = "failed", True
             else:
                 is_complete = await execution.run()
-        except (AfterglowError, APIError, OSError) as error:
-            if isinstance(error, Closed):
-                raise
-            logger.error("%s failed: %s", batch.id, error)
+        except (Closed, sqlite3.Error):
+            raise  # it continues later
+        except Exception as error:
+            is_expected = isinstance(error, AfterglowError | APIError | OSError)
+            logger.error("%s failed: %s", batch.id, error, exc_info=not is_expected)
             message = error.message if isinstance(error, APIError) else str(error)
             await asyncio.to_thread(self._store.set_errors, batch.id, [build_description("batch_failed", message)])
             final, is_complete = "failed", True
