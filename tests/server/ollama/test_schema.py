@@ -166,4 +166,10 @@ def test_a_strict_server_refuses_options_without_effect(name: str) -> None:
 @pytest.mark.parametrize("name", ["files", "adapters", "quantize", "modelfile", "remote_host"])
 def test_what_cannot_be_created_is_refused_by_name(name: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=f"{name}\n.*is not supported"):
-        schema.OllamaCreateRequest.model_validate({"model": "m", "from": "n", name: "x"})
+        schema.OllamaCreateRequest.model_validate({"model": "m", name: "x"})
+
+
+def test_a_created_model_needs_a_source() -> None:
+    for body in ({"model": "m"}, {"model": "m", "from": ""}):
+        with pytest.raises(pydantic.ValidationError, match="is missing"):
+            schema.OllamaCreateRequest.model_validate(body)

@@ -192,6 +192,7 @@ def _(generate: Callable[..., str]) -> None:
 @checks_on_all_routes("top_k")
 def _(generate: Callable[..., str]) -> None:
     assert generate(top_k=1, **HOT) == CYCLE[:8]
+    assert generate(top_k=-1, **HOT) == generate(top_k=0, **HOT)
 
 
 @checks_on_all_routes("min_p")

@@ -318,7 +318,7 @@ async def _yield_statuses(statuses: Sequence[str]) -> AsyncIterator[dict[str, An
 
 def create_model(library: ModelLibrary, body: OllamaCreateRequest) -> None:
     """Create a model from another one, whose settings apply unless the body has its own. Blocking."""
-    base = make_copy(library, body.from_, body.model_name)
+    base = make_copy(library, body.source, body.model_name)
     license_texts = [body.license] if isinstance(body.license, str) else body.license
     parameters = body.parameters.model_dump(exclude_none=True) if body.parameters else {}
     messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]

@@ -283,7 +283,7 @@ class OllamaCopyRequest(OllamaBody):
 class OllamaCreateRequest(NamedModel):
     """A name for a model with a system prompt, a template, messages and parameters of its own."""
 
-    from_: RequiredModelField = pydantic.Field(alias="from", description="Model that the new one uses.")
+    from_: NameField | None = pydantic.Field(None, alias="from", description="Model that the new one uses; required.")
     system: str | None = None
     template: str | None = pydantic.Field(None, description="Jinja chat template instead of that of the model.")
     parameters: OllamaOptions | None = None
@@ -303,3 +303,15 @@ class OllamaCreateRequest(NamedModel):
     parser: Any = unsupported("responses are parsed as the template of the model requires")
     requires: Any = unsupported("versions of Ollama do not apply")
     info: Any = unsupported("the facts of a model come from its file")
+
+    @pydantic.model_validator(mode="after")
+    def _check_source(self) -> OllamaCreateRequest:
+        """Last, so that a field that would replace `from` is refused by name."""
+        if not self.from_:
+            raise PydanticCustomError("missing_field", "is missing", {"name": "from"})
+        return self
+
+    @property
+    def source(self) -> str:
+        """The model that the new one uses."""
+        return self.from_ or ""

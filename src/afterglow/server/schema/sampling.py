@@ -61,7 +61,7 @@ class SamplingFields(StrictModel):
     seed: int | None = pydantic.Field(None, ge=-(2**63), le=2**63 - 1, description="Makes sampling repeatable.")
 
     top_k: int | None = pydantic.Field(
-        None, ge=0, le=2**31 - 1, description="Sample from the k most likely tokens; 0: from all."
+        None, ge=-1, le=2**31 - 1, description="Sample from the k most likely tokens; 0 or -1: from all."
     )
     min_p: float | None = pydantic.Field(
         None, ge=0, le=1, description="Sample from tokens with at least this fraction of the highest probability."
@@ -161,6 +161,7 @@ def build_sampling(
     for name in ("repeat_last_n", "dry_penalty_last_n"):
         if values.get(name) == WHOLE_CONTEXT:
             values[name] = min(context_length, 1_000_000)
+    values["top_k"] = max(values.get("top_k", defaults.top_k), 0)
     values["dry_sequence_breakers"] = tuple(values.get("dry_sequence_breakers", defaults.dry_sequence_breakers))
     return replace(defaults, **values, logit_bias=parse_logit_bias(fields.logit_bias or {}, vocabulary_size))
 
