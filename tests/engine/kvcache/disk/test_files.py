@@ -8,6 +8,7 @@ import stat
 import struct
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -95,12 +96,15 @@ def test_a_header_that_the_index_cannot_hold_is_rejected(path: Path, field: int,
         disk_files.read_header(path)
 
 
-def test_the_mode_of_a_file_says_whether_it_is_pinned(path: Path) -> None:
-    assert not disk_files.read_header(path)[0].pinned
-    disk_files.set_pinned(path, pinned=True)
-    assert disk_files.read_header(path)[0].pinned
-    assert bytes(disk_files.load_file(path).payload) == BLOCK.payload[0]
-    disk_files.write_file(path.parent, replace(BLOCK, pinned_until=math.inf))  # replaces a file that is write-protected
-    assert disk_files.read_header(path)[0].pinned
-    disk_files.set_pinned(path, pinned=False)
+def test_the_attributes_of_a_file_say_until_when_it_is_pinned(path: Path) -> None:
+    assert disk_files.read_header(path)[0].pinned_until == 0
+    for until in (math.inf, time.time() // 1 + 3600):
+        disk_files.write_pin(path, until)
+        assert disk_files.read_header(path)[0].pinned_until == until
+        assert bytes(disk_files.load_file(path).payload) == BLOCK.payload[0]
+        disk_files.write_file(path.parent, replace(BLOCK, pinned_until=until))  # replaces one that is write-protected
+        assert disk_files.read_header(path)[0].pinned_until == until
+    for until in (0.0, time.time() - 1):
+        disk_files.write_pin(path, until)
+        assert disk_files.read_header(path)[0].pinned_until == 0
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -10,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.inspect import disk
+from afterglow.engine.inspect import cache, disk
 from afterglow.engine.kvcache.disk import index as disk_index
 from afterglow.engine.kvcache.disk import writer as disk_writer
-from afterglow.engine.kvcache.disk.index import INDEX_FILE_NAME, open_index
+from afterglow.engine.kvcache.disk.index import INDEX_FILE_NAME, PINNED_FOREVER, open_index
 from afterglow.engine.types.settings import EngineSettings
 from support import other_process
 from support.play import ask, fake, prompt
@@ -52,6 +55,12 @@ def read_rows(folder: Path) -> dict[str, tuple[int, bool]]:
     return {name: (hits, bool(pinned)) for name, hits, pinned in rows}
 
 
+def read_pins(folder: Path) -> dict[str, int]:
+    """Return the pin of each file, as the table has it."""
+    with contextlib.closing(sqlite3.connect(folder / INDEX_FILE_NAME)) as connection:
+        return dict(connection.execute("SELECT name, pinned FROM items").fetchall())
+
+
 def list_pinned(folder: Path) -> set[str]:
     return {name for name, (_, pinned) in read_rows(folder).items() if pinned}
 
@@ -81,7 +90,7 @@ def test_a_full_disk_while_the_index_is_opened_costs_neither_table_nor_pins_nor_
 
 CLEAR_ON_FULL_DISK = """
 import resource
-from afterglow.engine.inspect import disk
+from afterglow.engine.inspect import cache, disk
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 disk.clear(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -172,6 +181,28 @@ def test_pins_are_rebuilt_from_the_files_if_the_table_is_lost(folder, damage, op
         run(folder, lambda engine, number=number: ask(engine, prompt(60, number)), disk_cache_bytes=small)
     run(folder, lambda engine: None)
     assert list_pinned(folder) >= pinned, "pinned files were not evicted"
+
+
+def test_a_pin_with_an_expiry_is_rebuilt_from_the_files_if_the_table_is_lost(tmp_path):
+    folder, forever, until = tmp_path / "prefix", prompt(60, 1), prompt(60, 2)
+
+    def pin_both(engine: Engine) -> None:
+        for entries, retention_seconds in ((forever, math.inf), (until, 3600)):
+            cache.pin(engine, entries, retention_seconds=retention_seconds)
+            ask(engine, entries)
+
+    run(folder, pin_both)
+    pins = read_pins(folder)
+    assert {pin == PINNED_FOREVER for pin in pins.values() if pin} == {True, False}
+    delete(folder / INDEX_FILE_NAME)
+    run(folder, lambda engine: None)
+    assert read_pins(folder) == pins
+    for path in folder.rglob("*.*"):
+        if path.stat().st_mtime > time.time():
+            os.utime(path, (0, time.time() - 1))  # the pin has expired
+    delete(folder / INDEX_FILE_NAME)
+    run(folder, lambda engine: None)
+    assert read_pins(folder) == {name: pin if pin == PINNED_FOREVER else 0 for name, pin in pins.items()}
 
 
 def test_pins_of_an_older_version_are_moved_to_the_files(folder):

@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 import struct
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO, FileIO
@@ -32,7 +33,9 @@ HEADER = struct.Struct("<B32s32s32sQQ8xQQQdd")
 HEADER_OFFSET_BYTES = len(MAGIC) + CHECKSUM_BYTES
 HEAD_BYTES = HEADER_OFFSET_BYTES + HEADER.size
 MAX_FILE_BYTES = 2**40
-UNPINNED_MODE, PINNED_MODE = 0o600, 0o400  # a pin without expiry is in the mode, so that it outlives the index
+# A pin is in the attributes of the file, so that it outlives the index: the mode if it has no expiry, else the time of
+# modification, which is in the future.
+UNPINNED_MODE, PINNED_MODE = 0o600, 0o400
 LABEL_FILE_NAME = "name"
 MAX_LABEL_BYTES = 4096
 
@@ -52,13 +55,8 @@ class CacheFile:
     value: float  # seconds saved per byte, including everything that it depends on
     layout: bytes
     payload: Sequence[Buffer]
-    pinned_until: float = 0.0  # not in the file. If infinite, the mode says so: see `PINNED_MODE`
+    pinned_until: float = 0.0  # wall-clock time; in the attributes of the file: see `PINNED_MODE`
     needs_cells: bool = True  # not in the file. False: a checkpoint of a model without attention cells
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the file is pinned without expiry."""
-        return self.pinned_until == math.inf
 
     @property
     def name(self) -> str:
@@ -115,14 +113,16 @@ def parse_file_name(name: str) -> tuple[FileKind, bytes] | None:
 
 def write_temporary(folder: Path, cache_file: CacheFile) -> tuple[Path, int]:
     """Write a temporary file and flush it to disk; return its path and size. The caller renames it."""
-    mode = PINNED_MODE if cache_file.pinned else UNPINNED_MODE
-    return write_beside(folder / cache_file.name, cache_file.to_buffers(), mode)
+    temporary, size = write_beside(folder / cache_file.name, cache_file.to_buffers())
+    if cache_file.pinned_until:
+        write_pin(temporary, cache_file.pinned_until)
+    return temporary, size
 
 
-def write_beside(path: Path, parts: Iterable[Buffer], mode: int = UNPINNED_MODE) -> tuple[Path, int]:
+def write_beside(path: Path, parts: Iterable[Buffer]) -> tuple[Path, int]:
     """Write a temporary file beside `path` and flush it to disk; return its path and size."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, mode)
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, UNPINNED_MODE)
     size = 0
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -195,17 +195,22 @@ def read_header(path: Path) -> tuple[CacheFile, int]:
         header, cache_file, payload_bytes = _read_header(file, os.fstat(file.fileno()).st_size)
     if path.name != cache_file.name:
         raise InvalidState("its name does not match its key")
-    return replace(cache_file, pinned_until=math.inf if is_pinned(path) else 0.0), len(header) + payload_bytes
+    return replace(cache_file, pinned_until=read_pin(path)), len(header) + payload_bytes
 
 
-def is_pinned(path: Path) -> bool:
-    """Return whether a file is pinned by its mode."""
-    return not path.lstat().st_mode & stat.S_IWUSR
+def read_pin(path: Path) -> float:
+    """Return the wall-clock time until which a file is pinned; 0 if it is not."""
+    status = path.lstat()
+    if not status.st_mode & stat.S_IWUSR:
+        return math.inf
+    return status.st_mtime if status.st_mtime > time.time() else 0.0
 
 
-def set_pinned(path: Path, *, pinned: bool) -> None:
-    """Pin or unpin a file by its mode."""
-    os.chmod(path, PINNED_MODE if pinned else UNPINNED_MODE)
+def write_pin(path: Path, until: float) -> None:
+    """Pin a file until a wall-clock time, or unpin it (0)."""
+    now = time.time()
+    os.chmod(path, PINNED_MODE if until == math.inf else UNPINNED_MODE)
+    os.utime(path, (now, until if now < until < math.inf else now))
 
 
 def delete_file(path: Path) -> None:

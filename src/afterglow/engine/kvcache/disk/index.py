@@ -225,13 +225,13 @@ class DiskIndex:
         self._execute_many(statement, [(now, name) for name in names])
 
     def pin(self, names: Iterable[str], *, until: float) -> None:
-        """Pin files until a wall-clock time, or unpin them (0). A pin without expiry is also the mode of the file."""
+        """Pin files until a wall-clock time, or unpin them (0). The files have their pins, too."""
         rows = [row for name in names if (row := self.find_row(name)) is not None]
         if 0.0 < until < math.inf:  # a weaker pin
             rows = [row for row in rows if not row.is_pinned_forever]
         for row in rows:
             with contextlib.suppress(FileNotFoundError):
-                disk_files.set_pinned(self.get_path(row), pinned=until == math.inf)
+                disk_files.write_pin(self.get_path(row), until)
         values: list[tuple[object, ...]] = [(encode_pin(until), row.name) for row in rows]
         self._execute_many("UPDATE items SET pinned = ? WHERE name = ?", values)
 
@@ -318,7 +318,8 @@ class DiskIndex:
     def reconcile(self) -> None:
         """Make the index match the files: add unlisted files, delete damaged ones, remove rows without a file.
 
-        A file is pinned if its mode or its row says so: the row of an older version, or the mode if the row was lost.
+        A file is pinned if its attributes or its row say so: the row of an older version, or the file if the row was
+        lost.
         """
         listed = {(row.model, row.name): row for row in self.list_rows()}
         present = set()
@@ -332,7 +333,7 @@ class DiskIndex:
             else:
                 present.add((path.parent.name, path.name))
                 with contextlib.suppress(OSError):
-                    if row.is_pinned_forever != disk_files.is_pinned(path):
+                    if row.is_pinned_forever != (disk_files.read_pin(path) == math.inf):
                         self.pin([path.name], until=math.inf)
         self.remove(name for _, name in listed.keys() - present)
 
