@@ -127,7 +127,6 @@ DRAW_OPTIONS: tuple[Literal["temperature", "top_k", "top_p", "min_p"], ...] = ("
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt | FittedPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
 MAX_REQUEST_TEMPLATES = 4  # whose renderers stay open
-PROJECT_NAME, FILE_NAME = "myproject", "filename"  # in infill prompts with several files
 RANK_POOLING = "4"  # pooling type of rerankers in the metadata of a model
 CAPABILITIES = frozenset(
     {
@@ -767,16 +766,8 @@ class Model(Closeable):
         draws = options["temperature"] != 0 and any(options[name] is not None for name in DRAW_OPTIONS)
         return self.sampling_defaults.sampling if draws else GREEDY
 
-    def build_infill_prompt(
-        self, before: str, after: str, *, start: str = "", files: Sequence[tuple[str, str]] = ()
-    ) -> list[int]:
+    def build_infill_prompt(self, before: str, after: str) -> list[int]:
         """Build a fill-in-the-middle prompt for the text between `before` and `after`.
-
-        Args:
-            before: Text before the gap.
-            after: Text after the gap.
-            start: Start of the text in the gap; the model continues it.
-            files: Names and texts of other files of the project. They come first, so that they are a common prefix.
 
         Raises `UnsupportedOption` if the model has no fill-in-the-middle tokens.
         """
@@ -785,20 +776,7 @@ class Model(Closeable):
         if prefix is None or suffix is None or middle is None:
             raise UnsupportedOption("suffix", f"the model {self.name!r} has no fill-in-the-middle tokens")
         bos = [special["bos"]] if self.vocabulary.adds_bos and "bos" in special else []
-        parts = [prefix, *self.tokenize(before), suffix, *self.tokenize(after), middle, *self.tokenize(start)]
-        return [*bos, *self._build_project_tokens(files), *parts]
-
-    def _build_project_tokens(self, files: Sequence[tuple[str, str]]) -> list[int]:
-        """Return the tokens of other files of a project, with the tokens of the model for projects and files."""
-        special, tokens = self.vocabulary.special_tokens, []
-        if not files:
-            return []
-        if "fim_rep" in special:
-            tokens += [special["fim_rep"], *self.tokenize(f"{PROJECT_NAME}\n")]
-        for name, text in files:
-            head = [special["fim_sep"], *self.tokenize(f"{name}\n")] if "fim_sep" in special else []
-            tokens += [*head, *self.tokenize(text if head else f"{text}\n\n")]
-        return tokens + ([special["fim_sep"], *self.tokenize(f"{FILE_NAME}\n")] if "fim_sep" in special else [])
+        return [*bos, prefix, *self.tokenize(before), suffix, *self.tokenize(after), middle]
 
     def explain(self, prompt: PromptInput, *, salt: str = "", lora: LoraInput = ()) -> Explanation:
         """Explain how much of a prompt is a prefix hit now, where it diverges from the cache, and why it misses.

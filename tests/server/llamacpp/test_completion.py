@@ -164,13 +164,23 @@ def test_hints_are_named_in_a_header(server: ServerProcess) -> None:
     assert response.headers["x-afterglow-ignored"] == "speculative.n_max"
 
 
-def test_infill_puts_files_prefix_and_suffix_around_the_gap(server: ServerProcess) -> None:
+def test_infill_puts_the_prompt_between_the_prefix_and_the_suffix(server: ServerProcess) -> None:
     body = {"model": "reasoning", "input_prefix": "abc", "input_suffix": "xyz", "n_predict": 3, "temperature": 0}
-    assert server.post("/infill", {**body, "prompt": "jk"}).json()["content"] == "lmn"
-    prompt = server.post("/infill", {**body, "input_extra": [{"filename": "a.py", "text": "one"}]}).json()["prompt"]
-    assert [prompt.index(text) for text in ("one", "abc", "xyz")] == sorted(map(prompt.index, ("one", "abc", "xyz")))
+    result = server.post("/infill", {**body, "prompt": "jk"}).json()
+    assert result["prompt"] == "<|vision_start|>abcjk<|vision_end|>xyz<|image_pad|>"  # prefix, suffix, middle
+    assert result["content"] == CYCLE[:3]  # the output after an infill token
     assert server.post("/infill", {**body, "model": "tiny"}).status_code == 501
     assert server.post("/infill", {**body, "input_extra": [{"filename": "a.py"}]}).status_code == 400
+
+
+def test_an_infill_of_long_texts_is_cut_to_the_context(server: ServerProcess) -> None:
+    body = {"model": "reasoning", "input_prefix": "a" * 3000 + "b", "input_suffix": "y" + "z" * 3000, "n_predict": 3}
+    response = server.post("/infill", {**body, "input_extra": [{"text": "d" * 5000}]})
+    assert response.status_code == 200, response.text
+    before, after = response.json()["prompt"].split("<|vision_end|>")
+    assert before.endswith("ab")
+    assert after.startswith("yz")
+    assert 1500 < response.json()["tokens_evaluated"] < 2048
 
 
 def test_embeddings_have_the_requested_norm(server: ServerProcess) -> None:

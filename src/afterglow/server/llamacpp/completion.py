@@ -10,8 +10,8 @@ from afterglow.api.model import Model
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.generation import start_generation
 from afterglow.server.llamacpp import conversion
-from afterglow.server.llamacpp.errors import not_supported_error
 from afterglow.server.llamacpp.formatting import STREAM_FORMAT, LlamaCompletionFormatter, check_response_fields
+from afterglow.server.llamacpp.infill import build_infill_prompt
 from afterglow.server.llamacpp.prompts import list_prompts, tokenize_prompt
 from afterglow.server.llamacpp.schema import LlamaCompletionRequest, LlamaGenerationFields, LlamaInfillRequest
 from afterglow.server.schema.base import StrictRoute
@@ -36,7 +36,7 @@ def build_router(state: ServerState) -> APIRouter:
     @router.post("/infill", summary="llama-server: generate the text between a prefix and a suffix")
     async def infill(body: LlamaInfillRequest, request: Request) -> Response:
         def tokenize(model: Model) -> list[list[int]]:
-            return [tokenize_infill(model, body)]
+            return [build_infill_prompt(model, body, state.settings.default_max_tokens)]
 
         stream_format = STREAM_FORMAT if body.stream else None
         work = generate(state, body, request, tokenize)
@@ -57,13 +57,3 @@ async def generate(
     )
     generation = await start_generation(state, body.model, generation_request)
     return await generation.respond(LlamaCompletionFormatter(body, generation), stream=bool(body.stream))
-
-
-def tokenize_infill(model: Model, body: LlamaInfillRequest) -> list[int]:
-    """Build the fill-in-the-middle prompt of a body."""
-    special = model.vocabulary.special_tokens
-    missing = [name for name in ("fim_pre", "fim_suf", "fim_mid") if name not in special]
-    if missing:
-        raise not_supported_error(f"infill is not supported by {model.name!r}: it has no token {', '.join(missing)}")
-    files = [(file.filename or "tmp", file.text) for file in body.input_extra or ()]
-    return model.build_infill_prompt(body.input_prefix, body.input_suffix, start=body.prompt or "", files=files)

@@ -132,7 +132,7 @@ class LlamaInfillRequest(LlamaGenerationFields):
     input_prefix: str
     input_suffix: str
     input_extra: list[ExtraFile] | None = pydantic.Field(None, description="Other files of the project.")
-    prompt: str | None = pydantic.Field(None, description="Start of the text between prefix and suffix.")
+    prompt: str | None = pydantic.Field(None, description="End of the text before the gap; control tokens are parsed.")
 
 
 class LlamaEmbeddingRequest(StrictModel):
