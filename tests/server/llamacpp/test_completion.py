@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,12 @@ def test_cache_prompt_decides_whether_the_prefix_is_computed_again(server: Serve
     assert first["timings"]["cache_n"] < second["timings"]["cache_n"]
     assert second["timings"]["prompt_n"] == 0
     assert complete(server, prompt, cache_prompt=False)["timings"]["cache_n"] == 0
+
+
+def test_objects_have_only_the_properties_that_the_schema_names(server: ServerProcess) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    bias = {"}": -50}  # the object goes on if it can
+    assert json.loads(complete(server, json_schema=schema, logit_bias=bias, n_predict=40)["content"]) == {"a": 1}
 
 
 def test_id_slot_chooses_the_sequence(server: ServerProcess) -> None:

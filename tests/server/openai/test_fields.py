@@ -498,6 +498,10 @@ for ROUTE in ("chat", "completions"):
             assert json.loads(generate(**format)) in (12, 13)
         assert json.loads(generate(guided_json=json.dumps(schema))) in (12, 13)
         assert json.loads(generate(response_format={"type": "json_object", "schema": schema})) in (12, 13)
+        record = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+        bias = {str(vocabulary.get_byte_token(ord("}"))): -50}  # the object goes on if it can
+        for format in ({"json_schema": record}, {"response_format": {"type": "json_object", "schema": record}}):
+            assert json.loads(generate(**format, logit_bias=bias)) == {"a": 1}
         for format in ({"guided_regex": "[0-9]{4}"}, {"structured_outputs": {"regex": "[0-9]{4}"}}):
             assert generate(**format).isdigit()
         assert generate(guided_choice=["yes", "no"]) in ("yes", "no")

@@ -13,6 +13,10 @@ from afterglow.chat.constraints.grammar import GrammarSpec, build_json_schema_sp
 from afterglow.errors import InvalidArgument
 
 FORMAT_NAMES = ("text", "json_object")  # formats without fields of their own
+# Keywords of JSON schemas whose values are no schemas, schemas by name, and schemas of the same value.
+VALUE_KEYWORDS = ("enum", "const", "default", "examples")
+NAME_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+BRANCH_KEYWORDS = ("allOf", "anyOf", "oneOf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +65,33 @@ def has_forward_reference(value: Any) -> bool:
     return get_origin(value) is not Literal and any(map(has_forward_reference, get_args(value)))
 
 
-def forbid_additional_properties(schema: Any) -> Any:
-    """Set `additionalProperties: false` on every record of a schema: the type would ignore additional properties.
+def forbid_additional_properties(schema: Any, *, is_shared: bool = False) -> Any:
+    """Set `additionalProperties: false` on every record of a schema that does not say which others it has.
 
-    >>> forbid_additional_properties({"type": "object", "properties": {}})
-    {'type': 'object', 'properties': {}, 'additionalProperties': False}
+    An object that several parts of a schema describe stays open (`is_shared`): each part would forbid what the others
+    name.
+
+    >>> forbid_additional_properties({"properties": {"a": {}}})
+    {'properties': {'a': {}}, 'additionalProperties': False}
     """
     if isinstance(schema, list):
-        return [forbid_additional_properties(item) for item in schema]
+        return [forbid_additional_properties(item, is_shared=is_shared) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {
-        key: value if key in ("enum", "const", "default", "examples") else forbid_additional_properties(value)
-        for key, value in schema.items()
-    }
-    is_record = schema.get("type") == "object" and "properties" in schema and "additionalProperties" not in schema
-    return {**closed, "additionalProperties": False} if is_record else closed
+    all_of = schema.get("allOf")
+    parts = [key for key in ("properties", "$ref", "anyOf", "oneOf") if key in schema]
+    parts += all_of if isinstance(all_of, list) else []
+    is_shared = is_shared or len(parts) > 1
+
+    def close(key: str, value: Any) -> Any:
+        if key in VALUE_KEYWORDS:
+            return value
+        if key in NAME_KEYWORDS and isinstance(value, dict):  # a property may have the name of a keyword
+            return {name: forbid_additional_properties(item) for name, item in value.items()}
+        return forbid_additional_properties(value, is_shared=is_shared and key in BRANCH_KEYWORDS)
+
+    closed = {key: close(key, value) for key, value in schema.items()}
+    types = schema.get("type", "object")
+    is_object = types == "object" or (isinstance(types, list) and "object" in types)
+    is_record = is_object and "properties" in schema and "additionalProperties" not in schema
+    return {**closed, "additionalProperties": False} if is_record and not is_shared else closed

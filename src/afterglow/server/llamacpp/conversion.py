@@ -9,6 +9,7 @@ from typing import Any
 from afterglow.api.model import Model
 from afterglow.api.options import GenerationOptions
 from afterglow.api.prompts import FittedPrompt
+from afterglow.chat.constraints.response_format import forbid_additional_properties
 from afterglow.server import limits
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.generation import PromptRequest
@@ -76,11 +77,15 @@ def drop_empty_stops(stop: str | list[str] | None) -> list[str]:
 
 
 def build_response_format(body: LlamaGenerationFields) -> dict[str, Any] | None:
-    """Convert `grammar` or `json_schema` to a response format."""
+    """Convert `grammar` or `json_schema` to a response format.
+
+    As in llama-server, objects have no properties that the schema does not name.
+    """
     if body.grammar and body.json_schema is not None:
         raise invalid_request_error("json_schema", "`grammar` and `json_schema` exclude each other: set one of them")
     if body.json_schema is not None:
-        return {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": body.json_schema}}
+        schema = forbid_additional_properties(body.json_schema)
+        return {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": schema}}
     return {"type": "grammar", "grammar": body.grammar, "syntax": "gbnf"} if body.grammar else None
 
 

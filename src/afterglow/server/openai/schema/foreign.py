@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import pydantic
 
+from afterglow.chat.constraints.response_format import forbid_additional_properties
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.priority import ServiceTier
 from afterglow.server.schema.base import (
@@ -183,11 +184,14 @@ class ForeignFields(StrictModel):
 
 
 def build_response_format(body: ForeignFields) -> dict[str, Any] | None:
-    """Return the format of the output from the field that is set, as OpenAI's dictionary with our extensions."""
+    """Return the format of the output from the field that is set, as OpenAI's dictionary with our extensions.
+
+    In the schemas of llama-server's fields, objects have only the properties that they name.
+    """
     structured = body.structured_outputs or StructuredOutputs.model_validate({})
     formats = {
         "response_format": _dump_format(body.response_format),
-        "json_schema": _build_schema_format("json_schema", body.json_schema),
+        "json_schema": _build_schema_format("json_schema", forbid_additional_properties(body.json_schema)),
         "grammar": _build_grammar_format(body.grammar, "gbnf"),
         "guided_json": _build_schema_format("guided_json", body.guided_json),
         "guided_regex": body.guided_regex and {"type": "regex", "pattern": body.guided_regex},
@@ -209,7 +213,7 @@ def build_response_format(body: ForeignFields) -> dict[str, Any] | None:
 def _dump_format(format: pydantic.BaseModel | None) -> dict[str, Any] | None:
     fields: dict[str, Any] = {} if format is None else format.model_dump(by_alias=True, exclude_none=True)
     if "schema" in fields:
-        return _build_schema_format("response_format.schema", fields["schema"])
+        return _build_schema_format("response_format.schema", forbid_additional_properties(fields["schema"]))
     return fields if fields and fields["type"] != "text" else None
 
 
