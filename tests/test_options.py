@@ -89,6 +89,7 @@ SAMPLING = {
     ),
     "dry_multiplier": "test_c15_dry_prevents_a_repeated_phrase",
     "repeat_penalty": "test_c15_penalties_lower_accepted_tokens",
+    "samplers": "test_c15_only_the_listed_samplers_apply_in_their_order",
     "grammar": "test_a_gbnf_grammar_of_the_sampling_parameters_is_enforced",
     "seed": "test_c15_a_seed_determines_every_draw_and_none_is_random",
 }
@@ -112,6 +113,8 @@ ENGINE_REQUEST = {
     "priority": "test_priority_goes_before_length",
     "is_transient": "test_a_transient_sequence_is_evicted_before_others_and_stored_in_no_tier",
     "deadline": "test_a_deadline_ends_generation_early",
+    "line_deadline": "test_after_the_line_deadline_the_next_line_end_ends_generation",
+    "min_indent": "test_a_line_with_less_indentation_ends_generation",
     "use_prefix_cache": "test_a_request_can_bypass_the_prefix_cache",
     "sequence": "test_a_request_can_name_its_slot",
     "salt": "test_cached_state_is_invisible_to_other_salts",

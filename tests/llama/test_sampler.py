@@ -171,16 +171,52 @@ def test_c15_the_order_is_the_documented_one(chain):
         temperature=0.5, top_k=9, top_p=0.9, min_p=0.1, typical_p=0.9, top_n_sigma=2, xtc_probability=0.5,
         repeat_penalty=1.1, dry_multiplier=1, logit_bias={A: 1.0}, dynatemp_range=0.1,
     )  # fmt: skip
+    assert get_names(sampler) == [
+        "logit-bias", "penalties", "dry", "top-n-sigma", "top-k", "typical", "top-p", "min-p", "xtc", "temp-ext",
+        "dist",
+    ]  # fmt: skip
+
+
+def get_names(sampler: SamplerChain) -> list[str]:
     symbols, text = get_library().symbols, get_library().decode_string
     links = [
         symbols.llama_sampler_chain_get(sampler.pointer, i)
         for i in range(symbols.llama_sampler_chain_n(sampler.pointer))
     ]
-    names = [text(symbols.llama_sampler_name(link)).lstrip("+?") for link in links]
-    assert names == [
-        "logit-bias", "penalties", "dry", "top-n-sigma", "top-k", "typical", "top-p", "min-p", "xtc", "temp-ext",
-        "dist",
-    ]  # fmt: skip
+    return [text(symbols.llama_sampler_name(link)).lstrip("+?") for link in links]
+
+
+@pytest.mark.native
+def test_c15_only_the_listed_samplers_apply_in_their_order(chain, logits):
+    sampler = chain(samplers=("min_p", "top_k", "infill"), top_k=3, min_p=0.5, repeat_penalty=1.1, logit_bias={A: 1.0})
+    assert get_names(sampler) == ["logit-bias", "min-p", "top-k", "infill", "dist"]
+    assert get_names(chain(samplers=())) == ["dist"]
+    assert set(draw(chain(samplers=("top_k",), top_k=2, temperature=0, seed=1), logits)) == {A, B}
+    assert set(draw(chain(samplers=("top_k", "temperature"), top_k=2, temperature=0), logits)) == {A}
+    flat = chain(samplers=("temperature", "min_p"), temperature=100, min_p=0.5, seed=1)
+    assert len(set(draw(flat, logits))) > 50  # after the temperature no token is below half of the largest
+
+
+@pytest.mark.native
+def test_c15_the_infill_sampler_ends_the_text_if_the_end_is_likely(chain, logits, open_model):
+    options = {"samplers": ("top_k", "infill"), "top_k": 3, "seed": 1}
+    end = open_model("attention").vocabulary.special_tokens["eot"]
+    assert set(draw(chain(**options), logits)) == {A}  # no other has a share of the remaining tokens
+    logits[end] = 1.5
+    assert set(draw(chain(**options), logits)) == {end}
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"samplers": ("top_k", "best")}, "'best', which is not a sampler; the names are penalties, dry"),
+        ({"samplers": ("infill", "top_k")}, "must have `top_k` before `infill`"),
+        ({"samplers": ("top_k", "infill"), "top_k": 0}, "must be from 1 to 1000"),
+    ],
+)
+def test_c15_samplers_that_cannot_run_are_refused(options, match):
+    with pytest.raises(InvalidArgument, match=match):
+        Sampling(**options)
 
 
 @pytest.mark.native

@@ -105,6 +105,7 @@ def test_c15_rows_sampled_together_give_the_tokens_of_rows_sampled_alone(
     options = [
         {"temperature": 0}, {"temperature": 0}, {}, {}, {"top_k": 100}, {"top_k": 0}, {"mirostat": 2},
         {"temperature": 0, "logit_bias": {7: 3.0}}, {"presence_penalty": 1.0}, {"temperature": 1.5, "top_p": 1.0},
+        {"samplers": ("top_k", "infill")}, {"samplers": ("min_p", "top_k")}, {"samplers": (), "temperature": 0},
     ]  # fmt: skip
     monkeypatch.setattr(candidates, "count_threads", lambda: threads)
     monkeypatch.setattr(candidates, "MIN_LOGITS_PER_THREAD", native.vocabulary.size)
@@ -135,7 +136,7 @@ def test_c15_tokens_sampled_from_top_logits_are_those_sampled_from_all(
     options = [
         {"temperature": 0}, {"temperature": 0}, {}, {}, {"top_k": 20, "temperature": 1.5}, {"top_k": 0},
         {"top_k": TOP_COUNT}, {"mirostat": 2}, {"presence_penalty": 1.0}, {"temperature": 0, "logit_bias": {7: 3.0}},
-        {"top_p": 1.0, "min_p": 0.0},
+        {"top_p": 1.0, "min_p": 0.0}, {"samplers": ("top_k", "infill")}, {"samplers": ("min_p", "top_k")},
     ]  # fmt: skip
     host_rows = []
     reduce_part = candidates._reduce_part

@@ -12,7 +12,7 @@ from afterglow.errors import InvalidArgument
 from afterglow.llama.sampling import LIMITS, Sampling
 
 SamplingSource: TypeAlias = Literal["default", "file", "ollama params", "settings"]
-# Keys that llama.cpp writes into a GGUF file. Its `general.sampling.sequence` is not used: the order is fixed here.
+# Keys that llama.cpp writes into a GGUF file. Its `general.sampling.sequence` is not used.
 FILE_KEYS = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",

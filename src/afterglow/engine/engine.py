@@ -16,7 +16,7 @@ from afterglow.engine.kvcache.explain import Explanation
 from afterglow.engine.kvcache.prefix_cache import CLOSE_TIMEOUT_SECONDS, PrefixCache
 from afterglow.engine.kvcache.sequence import SavedSequence
 from afterglow.engine.kvcache.sequence import Sequence as Slot
-from afterglow.engine.sampling.stops import StopMatcher
+from afterglow.engine.sampling.stops import IndentMatcher, StopMatcher
 from afterglow.engine.sampling.token_constraints import TokenConstraint, TokenConstraintFactory
 from afterglow.engine.scheduling.admission import check_servable
 from afterglow.engine.scheduling.job import Job, RunningJob, WaitingJob
@@ -133,6 +133,7 @@ class Engine:
             namespace=namespace,
             adapters=adapters,
             stop_matcher=StopMatcher(request.stop) if request.stop else None,
+            indent_matcher=IndentMatcher(request.min_indent) if request.min_indent else None,
             sampler=self.backend.create_sampler(request.sampling),
             token_constraint=token_constraint,
         )

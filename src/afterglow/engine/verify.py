@@ -122,6 +122,10 @@ def _find_finish_cause(running: RunningJob, backend: Backend, token: int) -> Fin
         return "stop", stop
     if job.token_constraint is not None and job.token_constraint.is_finished:
         return "stop", None
+    if job.indent_matcher is not None and job.indent_matcher.feed(backend.token_to_piece(token)) is not None:
+        return "length", None
+    if job.has_line_deadline_passed and b"\n" in backend.token_to_piece(token):
+        return "deadline", None
     if len(job.generated) == request.max_tokens or running.is_full:  # full: there is no cell for the token
         return "length", None
     return None

@@ -1,9 +1,9 @@
-"""Sampler chain of llama.cpp's samplers in a fixed order. Independent of requests."""
+"""Sampler chain of llama.cpp's samplers. Independent of requests."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from afterglow.llama.library.loader import get_library
 from afterglow.llama.model import LlamaModel
 from afterglow.llama.sampling import Sampling
 from afterglow.llama.top_logits import TopLogits
+
+MAX_INFILL_TOKEN_BYTES = 512  # buffer of llama.cpp's infill sampler
 
 
 class SamplerChain(Handle):
@@ -47,7 +49,7 @@ class SamplerChain(Handle):
         self._bias_values = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         self._biases_only_lower = bool(self._bias_values.size) and float(self._bias_values.max()) <= 0
         self._logits_shape = (model.vocabulary.size,)
-        # Top-k comes first, so no sampler sees the candidates that it drops.
+        # If top-k comes first, no sampler sees the candidates that it drops.
         first = symbols.llama_sampler_name(symbols.llama_sampler_chain_get(chain, 0))
         self._uses_shortlist = ffi.string(first) == b"top-k"
         # What `sample_rows` computes of a row of logits: 0 the argmax, a number that many of the largest, or nothing.
@@ -149,28 +151,15 @@ def sample_rows(
 
 
 def _build_chain(model: LlamaModel, sampling: Sampling, seed: int) -> Any:
-    """Build the native chain in the order that `Sampling` documents. The last sampler always selects a token."""
+    """Build the native chain as `Sampling` documents. The last sampler always selects a token."""
     library = get_library()
     ffi, symbols, size = library.ffi, library.symbols, model.vocabulary.size
     samplers: list[Any] = []
     if sampling.logit_bias:
         bias = ffi.new("llama_logit_bias[]", [{"token": t, "bias": b} for t, b in sampling.logit_bias.items()])
         samplers.append(symbols.llama_sampler_init_logit_bias(size, len(bias), bias))
-    penalties = (sampling.repeat_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-    if sampling.repeat_last_n and penalties != (1.0, 0.0, 0.0):
-        samplers.append(symbols.llama_sampler_init_penalties(size, sampling.repeat_last_n, *penalties))
-    if sampling.dry_multiplier and sampling.dry_penalty_last_n:
-        breakers = [ffi.new("char[]", breaker.encode()) for breaker in sampling.dry_sequence_breakers if breaker]
-        dry = symbols.llama_sampler_init_dry(
-            model.vocabulary.pointer,
-            sampling.dry_multiplier,
-            sampling.dry_base,
-            sampling.dry_allowed_length,
-            sampling.dry_penalty_last_n,
-            ffi.new("char *[]", breakers),
-            len(breakers),
-        )
-        samplers.append(dry)
+    builders = (_build_sampler(name, model, sampling, seed) for name in _list_effective_samplers(sampling))
+    samplers += [sampler for sampler in builders if sampler is not None]
     samplers += _build_selectors(sampling, seed, size)
     chain = symbols.llama_sampler_chain_init(symbols.llama_sampler_chain_default_params())
     for sampler in samplers:
@@ -178,29 +167,87 @@ def _build_chain(model: LlamaModel, sampling: Sampling, seed: int) -> Any:
     return chain
 
 
+def _list_effective_samplers(sampling: Sampling) -> Sequence[str]:
+    """Return the samplers that a chain needs before it selects a token.
+
+    >>> _list_effective_samplers(Sampling(temperature=0))
+    ('penalties', 'dry')
+    """
+    names = sampling.samplers
+    if sampling.is_greedy and "temperature" in names:
+        names = names[: names.index("temperature")]
+    if sampling.mirostat or (sampling.is_greedy and "infill" not in names):
+        names = tuple(name for name in names if name in ("penalties", "dry"))
+    return names
+
+
+def _build_sampler(name: str, model: LlamaModel, sampling: Sampling, seed: int) -> Any:
+    """Build the native sampler of a name, or return None if its values turn it off."""
+    s, symbols = sampling, get_library().symbols
+    penalties = (s.repeat_penalty, s.frequency_penalty, s.presence_penalty)
+    has_penalties = s.repeat_last_n > 0 and penalties != (1.0, 0.0, 0.0)
+    has_dry = s.dry_multiplier > 0 and s.dry_penalty_last_n > 0
+    samplers: dict[str, tuple[bool, Callable[..., Any], tuple[Any, ...]]] = {
+        "penalties": (
+            has_penalties,
+            symbols.llama_sampler_init_penalties,
+            (model.vocabulary.size, s.repeat_last_n, *penalties),
+        ),
+        "dry": (has_dry, _build_dry, (model, s)),
+        "top_n_sigma": (s.top_n_sigma >= 0, symbols.llama_sampler_init_top_n_sigma, (s.top_n_sigma,)),
+        "top_k": (s.top_k > 0, symbols.llama_sampler_init_top_k, (s.top_k,)),
+        "typ_p": (s.typical_p < 1, symbols.llama_sampler_init_typical, (s.typical_p, 1)),
+        "top_p": (s.top_p < 1, symbols.llama_sampler_init_top_p, (s.top_p, 1)),
+        "min_p": (s.min_p > 0, symbols.llama_sampler_init_min_p, (s.min_p, 1)),
+        "xtc": (s.xtc_probability > 0, symbols.llama_sampler_init_xtc, (s.xtc_probability, s.xtc_threshold, 1, seed)),
+        "temperature": (
+            True,
+            symbols.llama_sampler_init_temp_ext,
+            (s.temperature, s.dynatemp_range, s.dynatemp_exponent),
+        ),
+        "infill": (True, _build_infill, (model,)),
+    }
+    is_on, build, arguments = samplers[name]
+    return build(*arguments) if is_on else None
+
+
+def _build_dry(model: LlamaModel, sampling: Sampling) -> Any:
+    ffi, symbols = get_library().ffi, get_library().symbols
+    breakers = [ffi.new("char[]", breaker.encode()) for breaker in sampling.dry_sequence_breakers if breaker]
+    return symbols.llama_sampler_init_dry(
+        model.vocabulary.pointer,
+        sampling.dry_multiplier,
+        sampling.dry_base,
+        sampling.dry_allowed_length,
+        sampling.dry_penalty_last_n,
+        ffi.new("char *[]", breakers),
+        len(breakers),
+    )
+
+
+def _build_infill(model: LlamaModel) -> Any:
+    """Build the infill sampler. llama.cpp aborts on a model without an end token, and on longer tokens."""
+    vocabulary = model.vocabulary
+    if not {"eot", "eos"} & vocabulary.special_tokens.keys():
+        raise UnsupportedOption("samplers", "has `infill`, which needs an end token: this model has none")
+    longest = max(map(len, vocabulary.pieces))
+    if longest > MAX_INFILL_TOKEN_BYTES:
+        message = (
+            f"has `infill`, which supports tokens of {MAX_INFILL_TOKEN_BYTES} bytes: this model has one of {longest}"
+        )
+        raise UnsupportedOption("samplers", message)
+    return get_library().symbols.llama_sampler_init_infill(vocabulary.pointer)
+
+
 def _build_selectors(sampling: Sampling, seed: int, size: int) -> list[Any]:
+    """Build the samplers that select a token."""
     symbols = get_library().symbols
     if sampling.is_greedy:
         return [symbols.llama_sampler_init_greedy()]
-    if sampling.mirostat:
-        temperature = symbols.llama_sampler_init_temp(sampling.temperature)
-        tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
-        if sampling.mirostat == 1:
-            return [temperature, symbols.llama_sampler_init_mirostat(size, seed, tau, eta, 100)]
-        return [temperature, symbols.llama_sampler_init_mirostat_v2(seed, tau, eta)]
-    samplers = []
-    if sampling.top_n_sigma >= 0:
-        samplers.append(symbols.llama_sampler_init_top_n_sigma(sampling.top_n_sigma))
-    if sampling.top_k:
-        samplers.append(symbols.llama_sampler_init_top_k(sampling.top_k))
-    if sampling.typical_p < 1:
-        samplers.append(symbols.llama_sampler_init_typical(sampling.typical_p, 1))
-    if sampling.top_p < 1:
-        samplers.append(symbols.llama_sampler_init_top_p(sampling.top_p, 1))
-    if sampling.min_p > 0:
-        samplers.append(symbols.llama_sampler_init_min_p(sampling.min_p, 1))
-    if sampling.xtc_probability > 0:
-        samplers.append(symbols.llama_sampler_init_xtc(sampling.xtc_probability, sampling.xtc_threshold, 1, seed))
-    dynatemp = sampling.dynatemp_range, sampling.dynatemp_exponent
-    samplers.append(symbols.llama_sampler_init_temp_ext(sampling.temperature, *dynatemp))
-    return [*samplers, symbols.llama_sampler_init_dist(seed)]
+    if not sampling.mirostat:
+        return [symbols.llama_sampler_init_dist(seed)]
+    temperature = symbols.llama_sampler_init_temp(sampling.temperature)
+    tau, eta = sampling.mirostat_tau, sampling.mirostat_eta
+    if sampling.mirostat == 1:
+        return [temperature, symbols.llama_sampler_init_mirostat(size, seed, tau, eta, 100)]
+    return [temperature, symbols.llama_sampler_init_mirostat_v2(seed, tau, eta)]

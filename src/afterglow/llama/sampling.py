@@ -10,16 +10,23 @@ from afterglow.llama.checks import INT32_MAX, check_float, check_integer
 
 Mirostat = Literal[0, 1, 2]
 DEFAULT_DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
+DEFAULT_SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+SAMPLER_NAMES = (*DEFAULT_SAMPLERS, "infill")
+# The infill sampler compares every two candidates, so top-k must leave few of them.
+MAX_INFILL_CANDIDATES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """Sampling parameters, named as in llama.cpp and in OpenAI's API.
 
-    The order is fixed: grammar, logit bias, penalties, DRY, top-n-sigma, top-k, typical, top-p, min-p, XTC,
-    temperature, draw. Mirostat replaces the stages from top-n-sigma to XTC, and the draw. Temperature 0 is the argmax
-    after grammar, logit bias, penalties and DRY.
+    Grammar and logit bias come first, then the `samplers` in their order, then the draw. Samplers that are not listed
+    have no effect. Mirostat replaces all but penalties and DRY, and the draw. Temperature 0 is the argmax after
+    grammar, logit bias, and those of penalties, DRY and infill that stand before it.
 
+    >>> plain = Sampling(samplers=("top_k", "temperature"), top_k=1, seed=1)
+    >>> model.complete("One, two, three,", max_tokens=1, sampling=plain).text
+    ' four'
     >>> yes_or_no = Sampling(temperature=0, grammar='root ::= "yes" | "no"')
     >>> model.complete("Is the sky blue? Answer:", sampling=yes_or_no).text in ("yes", "no")
     True
@@ -47,6 +54,7 @@ class Sampling:
     mirostat: Mirostat = 0
     mirostat_tau: float = 5.0
     mirostat_eta: float = 0.1
+    samplers: tuple[str, ...] = DEFAULT_SAMPLERS  # names of `SAMPLER_NAMES`, in the order of their application
     logit_bias: dict[int, float] = field(default_factory=dict)
     grammar: str = ""  # GBNF with a rule `root`, which the engine enforces; empty: none
     seed: int | None = None  # None or negative: random
@@ -65,10 +73,27 @@ class Sampling:
         _check_text("grammar", self.grammar)
         for breaker in self.dry_sequence_breakers:
             _check_text("dry_sequence_breakers", breaker)
+        self._check_samplers()
+
+    def _check_samplers(self) -> None:
+        for name in self.samplers:
+            if name not in SAMPLER_NAMES:
+                raise InvalidArgument(
+                    "samplers", f"has {name!r}, which is not a sampler; the names are {', '.join(SAMPLER_NAMES)}"
+                )
+        if "infill" not in self.samplers:
+            return
+        if "top_k" not in self.samplers[: self.samplers.index("infill")]:
+            raise InvalidArgument("samplers", "must have `top_k` before `infill`, which compares every two candidates")
+        if not 1 <= self.top_k <= MAX_INFILL_CANDIDATES:
+            raise InvalidArgument(
+                "top_k", f"must be from 1 to {MAX_INFILL_CANDIDATES} with the sampler `infill`, not {self.top_k}"
+            )
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        """Whether the most likely token is taken. Without the sampler `temperature`, its value has no effect."""
+        return self.temperature == 0 and ("temperature" in self.samplers or self.mirostat != 0)
 
 
 def _check_text(name: str, text: str) -> None:

@@ -17,7 +17,10 @@ from afterglow.llama.handle import Handle
 from afterglow.llama.library.loader import get_library
 
 CONTROL_OR_UNKNOWN, USER_DEFINED, STRIPS_BEFORE, STRIPS_AFTER = 1 << 3 | 1 << 0, 1 << 4, 1 << 7, 1 << 8
-SPECIAL_TOKEN_NAMES = ("bos", "eos", "eot", "sep", "nl", "pad", "mask", "fim_pre", "fim_suf", "fim_mid")
+SPECIAL_TOKEN_NAMES = (
+    *("bos", "eos", "eot", "sep", "nl", "pad", "mask"),
+    *("fim_pre", "fim_suf", "fim_mid", "fim_rep", "fim_sep"),
+)
 
 # Most BPE pre-tokenizers divide a text into words with std::regex, which recurses once per character of a match: 352
 # bytes of stack each. After a line break, a match continues with whitespace and slashes only, so the longest line with

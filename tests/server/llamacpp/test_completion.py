@@ -163,7 +163,7 @@ def test_errors_have_the_form_of_llama_server(server: ServerProcess) -> None:
     assert "exceeds the available context size" in error["message"]
     assert refuse(server, prompt=[])["param"] == "prompt"
     assert "did you mean `n_predict`" in refuse(server, n_predicts=3)["message"]
-    assert "the order of the samplers is fixed" in refuse(server, samplers=["top_k"])["message"]
+    assert "has 'best', which is not one of penalties, dry" in refuse(server, samplers=["top_k", "best"])["message"]
 
 
 def test_hints_are_named_in_a_header(server: ServerProcess) -> None:
@@ -188,6 +188,56 @@ def test_an_infill_of_long_texts_is_cut_to_the_context(server: ServerProcess) ->
     assert before.endswith("ab")
     assert after.startswith("yz")
     assert 1500 < response.json()["tokens_evaluated"] < 2048
+
+
+# What llama.vim sends for a completion, and to fill the cache.
+EDITOR = {
+    "id_slot": 0, "input_prefix": "ab", "input_suffix": "xyz", "prompt": "c", "n_predict": 6, "stop": [], "n_indent": 4,
+    "input_extra": [{"text": "one", "time": [3, 4], "filename": "a.py"}], "top_k": 40, "top_p": 0.9, "stream": False,
+    "samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_prompt_ms": 500, "t_max_predict_ms": 1000,
+    "response_fields": ["content", "timings/prompt_n", "timings/predicted_n", "truncated", "tokens_cached"],
+}  # fmt: skip
+WARMUP = {**EDITOR, "n_predict": 0, "samplers": [], "temperature": 0.0, "response_fields": [""], "t_max_predict_ms": 1}
+
+
+def test_requests_of_editors_are_answered(server: ServerProcess) -> None:
+    warmup = server.post("/infill", {**WARMUP, "model": "reasoning"})
+    assert (warmup.status_code, warmup.json()) == (200, {})
+    response = server.post("/infill", {**EDITOR, "model": "reasoning"})
+    assert response.status_code == 200, response.text
+    assert response.json().keys() == set(EDITOR["response_fields"])
+    assert response.json()["content"] == CYCLE[:6]
+    assert set(response.headers["x-afterglow-ignored"].split(", ")) == {"t_max_prompt_ms", "input_extra.time"}
+
+
+def test_samplers_are_reported_as_they_were_applied(server: ServerProcess) -> None:
+    hot = {"temperature": 50, "top_k": 1, "ignore_eos": True}
+    assert complete(server, samplers=["topk", "temp"], **hot)["content"] == "defg"
+    assert complete(server, samplers="tp", **hot)["content"] != "defg"  # without top-k
+    params = server.http.get("/props", params={"model": "tiny"}).json()["default_generation_settings"]["params"]
+    reported = complete(server, samplers=params["samplers"])["generation_settings"]["samplers"]
+    assert reported == params["samplers"]
+    assert complete(server, samplers="kti", top_k=5)["generation_settings"]["samplers"] == [
+        "top_k",
+        "temperature",
+        "infill",
+    ]
+
+
+def test_a_line_with_less_indentation_ends_the_completion(server: ServerProcess) -> None:
+    grammar = r'root ::= "x:\n    y\n  z" [a-z]*'
+    result = complete(server, grammar=grammar, n_predict=40, n_indent=4)
+    assert (result["content"], result["stop_type"], result["truncated"]) == ("x:\n    y\n  ", "limit", False)
+    assert complete(server, grammar=grammar, n_predict=20, n_indent=2)["content"].startswith("x:\n    y\n  z")
+
+
+def test_after_t_max_predict_ms_the_next_line_end_ends_the_completion(server: ServerProcess) -> None:
+    grammar = r'root ::= ([a-z] [a-z] "\n")+'
+    result = complete(server, grammar=grammar, n_predict=300, t_max_predict_ms=1)
+    assert result["content"].endswith("\n")
+    assert (result["stop_type"], result["truncated"]) == ("limit", False)
+    assert result["tokens_predicted"] < 100
+    assert complete(server, grammar=grammar, n_predict=30, t_max_predict_ms=60_000)["tokens_predicted"] == 30
 
 
 def test_embeddings_have_the_requested_norm(server: ServerProcess) -> None:

@@ -15,11 +15,8 @@ from support.fetched import LLAMA_CPP, fetch_files
 
 REFUSED: dict[str, Any] = {
     "post_sampling_probs": True,
-    "samplers": ["top_k"],
     "min_keep": 3,
     "adaptive_target": 0.5,
-    "t_max_predict_ms": 10,
-    "n_indent": 2,
     "grammar_lazy": True,
     "grammar_triggers": [{}],
     "preserved_tokens": [1],
@@ -28,6 +25,7 @@ REFUSED: dict[str, Any] = {
     "continue_final_message": True,
 }
 HINTS: dict[str, Any] = {
+    "t_max_prompt_ms": 500,
     "n_discard": 5,
     "n_cache_reuse": 256,
     "sse_ping_interval": 3,

@@ -210,6 +210,13 @@ def _(generate: Callable[..., str]) -> None:
     assert generate(top_n_sigma=1.0, **HOT) == CYCLE[:8]
 
 
+@checks_on_all_routes("samplers")
+def _(generate: Callable[..., str]) -> None:
+    assert generate(samplers=["top-k", "temp"], top_k=1, **HOT) == CYCLE[:8]
+    assert generate(min_p=0.1, **HOT) == CYCLE[:8]
+    assert generate(samplers="tm", min_p=0.1, **HOT) != CYCLE[:8]  # min-p after the temperature
+
+
 @checks_on_all_routes("logit_bias")
 def _(generate: Callable[..., str]) -> None:
     assert generate(logit_bias={str(X_TOKEN): 100}) == "x" * 8
@@ -581,7 +588,6 @@ for ROUTE in ("chat", "completions"):
         ROUTE,
         prompt_logprobs=3,
         truncate_prompt_tokens=100,
-        samplers=["top_k"],
         allowed_token_ids=[1],
         logits_processors=["x"],
         guided_whitespace_pattern=" ",

@@ -1,8 +1,10 @@
-"""Stop sequences: matches byte strings across token boundaries as soon as their last byte arrives."""
+"""What in the text ends a completion: stop sequences, matched across tokens, and lines with too little indentation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+NEWLINE = ord("\n")
 
 
 class StopMatcher:
@@ -29,3 +31,31 @@ class StopMatcher:
         end, _, stop = min(matches)
         self.match_end = end - tail_length
         return stop
+
+
+class IndentMatcher:
+    """Searches the bytes of a completion for a line after the first that is indented less than a minimum.
+
+    Empty lines are not indented. Tabs count as one character.
+
+    >>> matcher = IndentMatcher(4)
+    >>> matcher.feed(b"x:\\n    y\\n  "), matcher.feed(b"z")
+    (None, 11)
+    """
+
+    def __init__(self, min_indent: int) -> None:
+        self._min_indent = min_indent
+        self._indent: int | None = None  # of the current line as far as it has come; None after its indentation
+        self._length = 0
+
+    def feed(self, piece: bytes) -> int | None:
+        """Add a piece. Return the offset in the completion at which the text of such a line begins."""
+        for character in piece:
+            if self._indent is not None and character in b" \t":
+                self._indent += 1
+            elif self._indent is not None and self._indent < self._min_indent:
+                return self._length
+            else:
+                self._indent = 0 if character == NEWLINE else None
+            self._length += 1
+        return None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from afterglow.engine.kvcache.sequence import SavedSequence, Sequence
 from afterglow.engine.multimodal.encoder_cache import EncodeTask
-from afterglow.engine.sampling.stops import StopMatcher
+from afterglow.engine.sampling.stops import IndentMatcher, StopMatcher
 from afterglow.engine.sampling.token_constraints import TokenConstraint
 from afterglow.engine.types.adapters import ActiveAdapters, AdapterSet
 from afterglow.engine.types.backend import DecodeSpan, Sampler
@@ -35,6 +35,7 @@ class Job:
     prompt_cells: int = 0
     sampler: Sampler
     stop_matcher: StopMatcher | None
+    indent_matcher: IndentMatcher | None = None
     token_constraint: TokenConstraint | None = None
     generated: list[int] = field(default_factory=list)
     finish_cause: FinishCause | None = None  # of a completion that ends when its forced tokens are computed
@@ -76,6 +77,11 @@ class Job:
     def has_deadline_passed(self) -> bool:
         deadline = self.request.deadline
         return deadline is not None and time.monotonic() - self.submitted_at > deadline
+
+    @property
+    def has_line_deadline_passed(self) -> bool:
+        deadline = self.request.line_deadline
+        return deadline is not None and time.monotonic() - self.first_token_at > deadline
 
     def build_progress(self, computed_entries: int, plan: PlannedPrefix | None = None) -> PrefillProgress:
         """Return the progress of the prefill, of which `computed_entries` are in the KV cache."""

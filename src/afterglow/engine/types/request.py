@@ -57,6 +57,8 @@ class Request:
     priority: int = 0  # requests with a higher priority are scheduled first; below 0: background work
     is_transient: bool = False  # no later prompt continues it: its KV cache is evicted first and stored in no tier
     deadline: float | None = None  # seconds after submission at which it finishes with the tokens generated so far
+    line_deadline: float | None = None  # seconds after the first token from which on the next line end finishes it
+    min_indent: int = 0  # a line after the first with less indentation finishes it; 0: none does
     use_prefix_cache: bool = True  # reuse the computed prefixes of other requests. False: compute the whole prompt
     sequence: int | None = None  # number of the sequence (slot) to use. None: the planner chooses
     salt: str = ""  # of the tenant: cached state is never shared between, nor visible to, requests of different salts
@@ -82,12 +84,17 @@ class Request:
         check_integer("min_tokens", self.min_tokens, 0)
         check_integer("priority", self.priority)
         check_integer("system_length", self.system_length, 0, len(self.entries))
+        check_integer("min_indent", self.min_indent, 0)
+        has_grammar = self.constraint is not None or bool(self.sampling.grammar)
         if self.constraint is not None and self.sampling.grammar:
             raise InvalidArgument("sampling.grammar", "must be empty if the output has another constraint")
         if not isinstance(self.salt, str) or "\0" in self.salt:
             raise InvalidArgument("salt", f"must be text without a NUL character, not {self.salt!r}")
-        if self.deadline is not None:
-            check_float("deadline", self.deadline, 0)
+        if "infill" in self.sampling.samplers and (has_grammar or self.min_tokens):
+            raise InvalidArgument("samplers", "must not have `infill` with a grammar or `min_tokens`: it ends the text")
+        for name in ("deadline", "line_deadline"):
+            if (seconds := getattr(self, name)) is not None:
+                check_float(name, seconds, 0)
         for name, kind in (("stop", bytes), ("stop_tokens", int), ("boundaries", int), ("logprob_tokens", int)):
             values = getattr(self, name)
             if not isinstance(values, tuple | frozenset) or not all(isinstance(value, kind) for value in values):

@@ -10,7 +10,7 @@ from afterglow.api.model import Model
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.generation import start_generation
 from afterglow.server.llamacpp import conversion
-from afterglow.server.llamacpp.formatting import STREAM_FORMAT, LlamaCompletionFormatter, check_response_fields
+from afterglow.server.llamacpp.formatting import STREAM_FORMAT, LlamaCompletionFormatter
 from afterglow.server.llamacpp.infill import build_infill_prompt
 from afterglow.server.llamacpp.prompts import list_prompts, tokenize_prompt
 from afterglow.server.llamacpp.schema import LlamaCompletionRequest, LlamaGenerationFields, LlamaInfillRequest
@@ -49,7 +49,6 @@ async def generate(
     state: ServerState, body: LlamaGenerationFields, request: Request, tokenize: Callable[[Model], list[list[int]]]
 ) -> Response:
     """Complete the prompts that `tokenize` returns, whole or as a stream."""
-    check_response_fields(body)
     model = await state.get_generating_model(body.model)
     salt = get_tenant_salt(request)
     generation_request = await state.run_text_work(

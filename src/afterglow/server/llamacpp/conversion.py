@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from afterglow.api.model import Model
@@ -12,7 +13,7 @@ from afterglow.api.prompts import FittedPrompt
 from afterglow.chat.constraints.response_format import forbid_additional_properties
 from afterglow.server import limits
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.generation import PromptRequest
+from afterglow.server.generation import PlannedPrompt, PromptRequest
 from afterglow.server.llamacpp.schema import LlamaGenerationFields, LogitBias
 from afterglow.server.schema.sampling import FORBIDDEN_BIAS, SamplingFields
 from afterglow.server.state import ServerState
@@ -23,13 +24,23 @@ WHOLE_PROMPT = -1  # value of `n_keep`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPromptRequest(PromptRequest):
-    """Prompts to complete in a given sequence."""
+    """Prompts to complete in a given sequence, until a line ends them."""
 
     sequence: int | None = None  # None: the planner chooses
+    line_deadline: float | None = None  # as in `Request`, like the next
+    min_indent: int = 0
 
     def build_options(self, state: ServerState, model: Model) -> GenerationOptions:
         """Build the options of `Model.build_request`."""
         return {**PromptRequest.build_options(self, state, model), "sequence": self.sequence}
+
+    def plan(self, model: Model, options: GenerationOptions, cancel: threading.Event) -> list[PlannedPrompt]:
+        """Build the engine requests. Blocking."""
+        limits = {"line_deadline": self.line_deadline, "min_indent": self.min_indent}
+        return [
+            replace(prompt, request=replace(prompt.request, **limits))  # type: ignore[arg-type]
+            for prompt in PromptRequest.plan(self, model, options, cancel)
+        ]
 
 
 def build_request(
@@ -53,6 +64,8 @@ def build_request(
         salt=salt,
         keep_alive=body.keep_alive,
         sequence=None if body.id_slot in (None, -1) else body.id_slot,
+        line_deadline=get_line_deadline(body.t_max_predict_ms),
+        min_indent=body.n_indent or 0,
     )
 
 
@@ -69,6 +82,15 @@ def get_max_tokens(body: LlamaGenerationFields) -> int | None:
     (None, 8)
     """
     return None if body.n_predict is None or body.n_predict < 0 else body.n_predict
+
+
+def get_line_deadline(milliseconds: int | None) -> float | None:
+    """Return the seconds of `t_max_predict_ms`; None for llama-server's -1 and 0.
+
+    >>> get_line_deadline(500), get_line_deadline(0)
+    (0.5, None)
+    """
+    return milliseconds / 1000 if milliseconds is not None and milliseconds > 0 else None
 
 
 def drop_empty_stops(stop: str | list[str] | None) -> list[str]:

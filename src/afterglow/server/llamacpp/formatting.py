@@ -9,9 +9,10 @@ from typing import Any
 from afterglow.api.model import Model
 from afterglow.chat.output.parts import TextDelta
 from afterglow.chat.output.response import ChatResponse, Delta
+from afterglow.engine.sampling.stops import IndentMatcher
 from afterglow.engine.types.request import Request, Token
 from afterglow.llama.sampling import Sampling
-from afterglow.server.errors import APIError, invalid_request_error
+from afterglow.server.errors import APIError
 from afterglow.server.generation import Generation
 from afterglow.server.llamacpp.errors import build_error_body
 from afterglow.server.llamacpp.schema import LlamaGenerationFields
@@ -19,7 +20,6 @@ from afterglow.server.openai.formatting import RunningUsage, build_timings
 from afterglow.server.sse import StreamFormat, format_event
 
 UNLIMITED = -1
-SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 
 
 def build_sampling_settings(sampling: Sampling) -> dict[str, Any]:
@@ -29,11 +29,11 @@ def build_sampling_settings(sampling: Sampling) -> dict[str, Any]:
     return {
         **values,
         "dry_sequence_breakers": list(sampling.dry_sequence_breakers),
+        "samplers": list(sampling.samplers),
         "seed": UNLIMITED if sampling.seed is None else sampling.seed,
         "adaptive_target": -1.0,
         "adaptive_decay": 0.0,
         "min_keep": 0,
-        "samplers": list(SAMPLERS),
     }
 
 
@@ -97,6 +97,19 @@ def select_fields(result: Mapping[str, Any], paths: Sequence[str]) -> dict[str, 
     return selected
 
 
+def find_short_line(text: str, min_indent: int | None) -> int | None:
+    """Return the offset of the line that ended a completion because of its indentation, behind its white space.
+
+    >>> find_short_line("é:\\n    b\\n  c", 4)
+    11
+    """
+    if not min_indent:
+        return None
+    data = text.encode()
+    offset = IndentMatcher(min_indent).feed(data)
+    return None if offset is None else len(data[:offset].decode())
+
+
 def find_stop_type(response: ChatResponse) -> str:
     """Return why a completion ended, in llama-server's words."""
     if response.finish_reason != "stop":
@@ -124,7 +137,11 @@ class LlamaCompletionFormatter:
     async def build_response(self) -> Any:
         """Read the generation to its end and return the body of the response."""
         responses = await self._generation.collect_responses()
-        results = [self._build_result(index, response, response.text) for index, response in enumerate(responses)]
+        # A stream has sent the text of the last line already, as that of llama-server.
+        texts = [response.text[: find_short_line(response.text, self._body.n_indent)] for response in responses]
+        results = [
+            self._build_result(index, *result) for index, result in enumerate(zip(responses, texts, strict=True))
+        ]
         return results[0] if len(results) == 1 else results
 
     async def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
@@ -173,7 +190,9 @@ class LlamaCompletionFormatter:
         body, model, usage = self._body, self._generation.model, response.usage
         request = self._generation.prompts[index // self._choices].request
         visible = [token for token in response.tokens if self._generation.is_visible_token(token)]
-        is_full = response.finish_reason == "length" and usage.generated_tokens != request.max_tokens
+        is_short_line = find_short_line(response.text, body.n_indent) is not None
+        is_limited = usage.generated_tokens == request.max_tokens or is_short_line
+        is_full = response.finish_reason == "length" and not is_limited
         result = {
             "index": index,
             "content": content,
@@ -195,10 +214,3 @@ class LlamaCompletionFormatter:
         if request.logprobs and not body.stream:
             result["completion_probabilities"] = [build_probabilities(model, token) for token in visible]
         return select_fields(result, body.response_fields) if body.response_fields else result
-
-
-def check_response_fields(body: LlamaGenerationFields) -> None:
-    """Reject paths that no result has the form of."""
-    for path in body.response_fields or ():
-        if not path.strip("/"):
-            raise invalid_request_error("response_fields", "`response_fields` must not contain empty paths")

@@ -15,7 +15,6 @@ from afterglow.server.schema.base import (
     hint,
     same_as,
     supports_only,
-    unsupported,
 )
 from afterglow.server.schema.sampling import SamplingFields
 
@@ -74,9 +73,19 @@ class LlamaGenerationFields(SamplingFields):
     n_keep: int | None = pydantic.Field(
         None, ge=-1, description="Leading tokens that `overflow: shift` never drops; -1: the whole prompt."
     )
+    t_max_predict_ms: int | None = pydantic.Field(
+        None,
+        ge=-1,
+        le=INT32_MAX,
+        description="Milliseconds after the first token from which on the next line end ends the output; 0, -1: none.",
+    )
+    n_indent: int | None = pydantic.Field(
+        None, ge=0, le=INT32_MAX, description="A line after the first with less indentation ends the output; 0: none."
+    )
     keep_alive: KeepAliveField = None
 
     # Hints: they tune llama-server and do not change the response.
+    t_max_prompt_ms: int | None = hint("llama-server does not implement it", 0, -1)
     n_discard: int | None = hint("`overflow: shift` drops a quarter of the context", 0)
     n_cache_reuse: int | None = hint("every prompt uses the prefix cache", 0)
     sse_ping_interval: int | None = hint("the server setting `ping_seconds` sets the interval")
@@ -97,12 +106,9 @@ class LlamaGenerationFields(SamplingFields):
 
     # Refused: ignoring them would change the response.
     post_sampling_probs: bool | None = supports_only(False, reason="probabilities are those of the model")
-    samplers: Any = unsupported("the order of the samplers is fixed")
     min_keep: int | None = supports_only(0, reason="samplers have no minimum")
     adaptive_target: float | None = supports_only(-1, -1.0, reason="there is no adaptive sampler")
     adaptive_decay: float | None = hint("there is no adaptive sampler")
-    t_max_predict_ms: int | None = supports_only(0, -1, reason="use `deadline`")
-    n_indent: int | None = supports_only(0, reason="use `grammar`")
     grammar_lazy: bool | None = supports_only(False, reason="use `tools` of /v1/chat/completions")
     grammar_triggers: list[Any] | None = supports_only([], reason="use `tools` of /v1/chat/completions")
     preserved_tokens: list[Any] | None = supports_only([], reason="use `tools` of /v1/chat/completions")
@@ -124,6 +130,7 @@ class LlamaCompletionRequest(LlamaGenerationFields):
 class ExtraFile(StrictModel):
     text: str
     filename: str | None = None
+    time: Any = hint("files are used in the order of the list", name="input_extra.time")
 
 
 class LlamaInfillRequest(LlamaGenerationFields):

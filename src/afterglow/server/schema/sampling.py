@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Annotated, Literal, Self, TypeAlias
 
@@ -10,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from afterglow.chat.prompt import TruncationPolicy
 from afterglow.engine.types.adapters import MAX_SCALE
-from afterglow.llama.sampling import Sampling
+from afterglow.llama.sampling import SAMPLER_NAMES, Sampling
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.priority import PriorityField
 from afterglow.server.schema.base import StrictModel, same_as
@@ -24,6 +25,34 @@ RepeatPenalty: TypeAlias = Annotated[
     Annotated[float, pydantic.Field(ge=1e-6, le=1e6)] | None,
     pydantic.Field(description="Divides the logits of tokens that occurred; 1: off."),
 ]
+
+
+# llama-server's other names of samplers: without underscores or with hyphens, and single letters in one text.
+SAMPLER_ALIASES = {name.replace("_", ""): name for name in SAMPLER_NAMES} | {
+    "nucleus": "top_p",
+    "temp": "temperature",
+    "typ": "typ_p",
+}
+SAMPLER_LETTERS = dict(zip("edskypmxti", SAMPLER_NAMES, strict=True))
+
+
+def parse_samplers(value: str | list[str]) -> list[str]:
+    """Return the names of samplers from other names of them, or from a text with a letter for each.
+
+    >>> parse_samplers(["top-k", "temp"]), parse_samplers("kpi")
+    (['top_k', 'temperature'], ['top_k', 'top_p', 'infill'])
+    """
+    known = SAMPLER_LETTERS if isinstance(value, str) else SAMPLER_ALIASES
+    names = []
+    for given in value:
+        name = known.get(given if isinstance(value, str) else re.sub("[_-]", "", given.lower()))
+        if name is None:
+            choices = ", ".join(SAMPLER_LETTERS if isinstance(value, str) else SAMPLER_NAMES)
+            raise PydanticCustomError(
+                "sampler", "has {given}, which is not one of {choices}", {"given": repr(given[:40]), "choices": choices}
+            )
+        names.append(name)
+    return names
 
 
 class LoraField(StrictModel):
@@ -112,6 +141,16 @@ class SamplingFields(StrictModel):
     mirostat_tau: float | None = pydantic.Field(None, ge=0, le=1e6, description="Mirostat: target of the surprise.")
     mirostat_eta: float | None = pydantic.Field(None, ge=0, le=1e6, description="Mirostat: learning rate.")
 
+    samplers: Annotated[
+        Annotated[str | Annotated[list[str], pydantic.Field(max_length=64)], pydantic.AfterValidator(parse_samplers)]
+        | None,
+        pydantic.Field(
+            description="Samplers to apply, in this order; others have no effect: `penalties`, `dry`, `top_n_sigma`, "
+            "`top_k`, `typ_p`, `top_p`, `min_p`, `xtc`, `temperature` (default), and `infill`. Or a text with the "
+            "letters of llama-server."
+        ),
+    ] = None
+
     min_tokens: int | None = pydantic.Field(
         None, ge=0, le=2**31 - 1, description="End tokens are forbidden until this many tokens are generated."
     )
@@ -162,7 +201,8 @@ def build_sampling(
         if values.get(name) == WHOLE_CONTEXT:
             values[name] = min(context_length, 1_000_000)
     values["top_k"] = max(values.get("top_k", defaults.top_k), 0)
-    values["dry_sequence_breakers"] = tuple(values.get("dry_sequence_breakers", defaults.dry_sequence_breakers))
+    for name in ("dry_sequence_breakers", "samplers"):
+        values[name] = tuple(values.get(name, getattr(defaults, name)))
     return replace(defaults, **values, logit_bias=parse_logit_bias(fields.logit_bias or {}, vocabulary_size))
 
 

@@ -167,7 +167,6 @@ class ForeignFields(StrictModel):
     truncate_prompt_tokens: Any = unsupported("use `overflow`")
     n_probs: int | None = supports_only(0, reason="use `logprobs`")
     post_sampling_probs: bool | None = supports_only(False, reason="`logprobs` are those of the model")
-    samplers: Any = unsupported("the order of the samplers is fixed")
     t_max_predict_ms: int | None = supports_only(0, -1, reason="use `deadline`")
     n_indent: int | None = supports_only(0, reason="use `response_format`")
     allowed_token_ids: Any = unsupported("use `logit_bias` or `response_format`")
