@@ -141,6 +141,13 @@ def test_logit_bias_takes_tokens_and_texts(server: ServerProcess, bias: Any) -> 
     assert result["generation_settings"]["logit_bias"] == [{"token": token, "bias": None}]
 
 
+def test_digits_in_a_pair_of_logit_bias_are_text(server: ServerProcess) -> None:
+    five = vocabulary.get_byte_token(ord("5"))
+    assert complete(server, logit_bias=[["5", 100]])["content"] == "5555"
+    assert complete(server, logit_bias={str(five): 100})["content"] == "5555"
+    assert complete(server, logit_bias=[[five, 100]])["content"] == "5555"
+
+
 def test_ignored_end_tokens_are_listed_as_forbidden(server: ServerProcess) -> None:
     biases = complete(server, ignore_eos=True)["generation_settings"]["logit_bias"]
     assert biases

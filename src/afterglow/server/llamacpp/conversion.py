@@ -125,10 +125,11 @@ def build_sampling_fields(body: LlamaGenerationFields, model: Model) -> Sampling
 
 
 def build_logit_bias(bias: LogitBias, model: Model) -> dict[str, float]:
-    """Return the biases by token. A text stands for all of its tokens."""
+    """Return the biases by token. A text stands for all of its tokens. In an object, digits are a token."""
     biases: dict[str, float] = {}
+    is_object = isinstance(bias, dict)
     for target, value in bias.items() if isinstance(bias, dict) else bias:
-        is_token = isinstance(target, int) or (target.isascii() and target.isdigit())
+        is_token = isinstance(target, int) or (is_object and target.isascii() and target.isdigit())
         tokens = [int(target)] if is_token else model.tokenize(str(target))
         biases |= {str(token): FORBIDDEN_BIAS if value is False else float(value) for token in tokens}
     return biases

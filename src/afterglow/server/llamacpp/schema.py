@@ -49,8 +49,8 @@ class LlamaGenerationFields(SamplingFields):
     )
     logit_bias: LogitBias | None = pydantic.Field(  # type: ignore[assignment]
         None,
-        description="Pairs of token or text and bias, or an object; false forbids the token. A text stands for all of "
-        "its tokens.",
+        description="Pairs of token or text and bias, or an object, in which a key of digits is a token; false forbids "
+        "the token. A text stands for all of its tokens.",
     )
     n_cmpl: int | None = pydantic.Field(None, ge=1, description="Number of completions of each prompt.")
     n: int | None = same_as("n_cmpl")
