@@ -88,6 +88,35 @@ def test_adapters_of_requests_that_name_none_are_set_for_the_server(client, adap
     assert chat(client, "small") == base, "state of the adapter is not used without it"
 
 
+def test_the_list_of_adapters_can_be_posted_back(adapter_server):
+    def list_adapters() -> list[dict[str, Any]]:
+        return adapter_server.http.get("/lora-adapters", params={"model": "small"}).json()
+
+    listed = list_adapters()
+    listed[1]["scale"] = 0.25
+    try:
+        assert adapter_server.post("/lora-adapters?model=small", listed).status_code == 200
+        assert list_adapters() == listed
+        assert adapter_server.post("/lora-adapters?model=small", [{"scale": 1}]).status_code == 400
+    finally:
+        adapter_server.post("/lora-adapters?model=small", [])
+
+
+def test_generation_settings_name_the_adapters_that_were_used(adapter_server):
+    def get_lora(model: str, **fields: Any) -> list[dict[str, Any]]:
+        body = {"model": model, "prompt": "the thing", "n_predict": 1, **fields}
+        return adapter_server.post("/completion", body).json()["generation_settings"]["lora"]
+
+    assert get_lora("small") == []
+    assert get_lora("small", lora=[{"name": "formal"}]) == [{"id": 1, "scale": 0.5}]
+    assert get_lora("small+style@0.75") == [{"id": 0, "scale": 0.75}]
+    try:
+        adapter_server.post("/lora-adapters?model=small", [{"id": 0, "scale": 0.75}])
+        assert get_lora("small") == [{"id": 0, "scale": 0.75}]
+    finally:
+        adapter_server.post("/lora-adapters?model=small", [])
+
+
 def test_the_name_and_the_field_choose_the_same_adapters(client):
     expected = chat(client, "small+style@0.8")
     assert chat(client, "small", STYLE) == expected

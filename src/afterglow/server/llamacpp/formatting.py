@@ -43,6 +43,7 @@ def build_generation_settings(body: LlamaGenerationFields, request: Request, mod
     biases = {**sampling.logit_bias}
     if request.ignore_eos:
         biases |= dict.fromkeys(sorted(model.vocabulary.eog_tokens), -math.inf)
+    scales = dict(request.adapters)  # also those of the name of the model, or of the server
     n_predict = UNLIMITED if request.max_tokens is None else request.max_tokens
     return {
         **build_sampling_settings(sampling),
@@ -65,7 +66,11 @@ def build_generation_settings(body: LlamaGenerationFields, request: Request, mod
         "timings_per_token": bool(body.timings_per_token),
         "post_sampling_probs": False,
         "backend_sampling": False,
-        "lora": [field.model_dump(exclude_none=True) for field in body.lora or ()],
+        "lora": [
+            {"id": number, "scale": scales[adapter.name]}
+            for number, adapter in enumerate(model.adapters)
+            if adapter.name in scales
+        ],
     }
 
 

@@ -13,9 +13,9 @@ from afterglow.llama.sampling import Sampling
 from afterglow.server.adapters import set_default_lora
 from afterglow.server.llamacpp.errors import not_supported_error
 from afterglow.server.llamacpp.formatting import build_sampling_settings
+from afterglow.server.llamacpp.schema import LoraAdapterItem
 from afterglow.server.models import ModelSlot
 from afterglow.server.schema.base import StrictRoute
-from afterglow.server.schema.sampling import LoraField
 from afterglow.server.state import ServerState
 
 
@@ -37,8 +37,9 @@ def build_router(state: ServerState) -> APIRouter:
         return list_adapters(loaded, dict(state.models.get_requested_slot(model).default_lora))
 
     @router.post("/lora-adapters", summary="llama-server: set the adapters of requests without `lora`")
-    async def set_adapters(body: list[LoraField], model: str | None = None) -> dict[str, bool]:
-        set_default_lora(state.models, await state.get_model(model), model, body)
+    async def set_adapters(body: list[LoraAdapterItem], model: str | None = None) -> dict[str, bool]:
+        fields = [item.to_field() for item in body]
+        set_default_lora(state.models, await state.get_model(model), model, fields)
         return {"success": True}
 
     return router

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import pydantic
 
+from afterglow.engine.types.adapters import MAX_SCALE
 from afterglow.llama.checks import INT32_MAX
 from afterglow.server.schema.base import (
     JsonObject,
@@ -16,7 +17,7 @@ from afterglow.server.schema.base import (
     same_as,
     supports_only,
 )
-from afterglow.server.schema.sampling import SamplingFields
+from afterglow.server.schema.sampling import LoraField, SamplingFields
 
 BiasValue: TypeAlias = float | int | Literal[False]
 BiasPair: TypeAlias = Annotated[tuple[int | str, BiasValue], pydantic.Field(strict=False)]  # a list in JSON
@@ -155,6 +156,24 @@ class LlamaEmbeddingRequest(StrictModel):
         description="Norm of the vectors: 0 maximum, 1 taxicab, 2 Euclidean (default), p: p-norm.",
     )
     encoding_format: Literal["float", "base64"] | None = None
+
+
+class LoraAdapterItem(StrictModel):
+    """An adapter as `GET /lora-adapters` lists it. `id` counts if there is also a name."""
+
+    id: int | None = pydantic.Field(None, ge=0)
+    name: str | None = pydantic.Field(None, max_length=256)
+    path: str | None = None
+    scale: float | None = pydantic.Field(None, ge=-MAX_SCALE, le=MAX_SCALE)
+
+    @pydantic.model_validator(mode="after")
+    def _check_name(self) -> Self:
+        self.to_field()
+        return self
+
+    def to_field(self) -> LoraField:
+        """Convert to the field of a request."""
+        return LoraField(name=self.name if self.id is None else None, id=self.id, scale=self.scale)
 
 
 class SlotFileRequest(StrictModel):
