@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ from afterglow.media.budget import MediaBudget
 from afterglow.paths import get_data_directory
 from afterglow.server.admission import AdmissionQueue
 from afterglow.server.conversations import ConversationDatabase
-from afterglow.server.errors import invalid_request_error, to_api_error
+from afterglow.server.errors import APIError, invalid_request_error, to_api_error
 from afterglow.server.events import EventRing
 from afterglow.server.history import RequestHistory
 from afterglow.server.metrics import Metrics
@@ -158,13 +158,15 @@ class ServerState(Closeable):
         work: Coroutine[Any, Any, Response],
         prompt_field: str,
         stream_format: StreamFormat | None = None,
+        other_fields: Mapping[str, str] | None = None,
     ) -> Response:
         """Run `work` and cancel it if the client disconnects.
 
-        `prompt_field` is the request field that errors about the prompt name. With a `stream_format`, work that takes
-        longer than `ping_seconds` starts its stream early, so that the client is not left without a sign of life.
+        `prompt_field` is the request field that errors about the prompt name, `other_fields` are further ones by their
+        name in /v1/chat/completions. With a `stream_format`, work that takes longer than `ping_seconds` starts its
+        stream early, so that the client is not left without a sign of life.
         """
-        response = asyncio.ensure_future(_name_prompt_field(work, prompt_field))
+        response = asyncio.ensure_future(_name_fields(work, {"messages": prompt_field, **(other_fields or {})}))
         disconnect = asyncio.ensure_future(wait_for_disconnect(request.receive))
         ping_seconds = self.settings.ping_seconds
         starts_early = False
@@ -231,13 +233,16 @@ def _cancel_all(future: Future[Sequence[Cancellable]]) -> None:
             stream.cancel()
 
 
-async def _name_prompt_field(work: Coroutine[Any, Any, Response], prompt_field: str) -> Response:
-    """Run `work`. Errors about the prompt name the field of the request."""
+async def _name_fields(work: Coroutine[Any, Any, Response], fields: Mapping[str, str]) -> Response:
+    """Run `work`. Errors name the fields of the request instead of those of /v1/chat/completions."""
     try:
         return await work
-    except RequestError as error:
+    except (RequestError, APIError) as error:
         api_error = to_api_error(error)
-        api_error.param = prompt_field if api_error.param == "messages" else api_error.param
+        name = fields.get(api_error.param or "")
+        if name is not None and name != api_error.param:
+            api_error.message = api_error.message.replace(f"`{api_error.param}`", f"`{name}`")
+            api_error.param = name
         raise api_error from None
 
 

@@ -93,6 +93,24 @@ def test_a_grammar_and_a_schema_constrain_the_output(server: ServerProcess) -> N
     assert refuse(server, grammar='root ::= "a"', json_schema={})["param"] == "json_schema"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("grammar", "root ::= ("),
+        ("grammar", 'root ::= "a" missing'),
+        ("grammar", "root ::= [" + "a" * 2_000_000),
+        ("json_schema", {"type": "string", "pattern": "("}),
+        ("json_schema", {"type": "number", "multipleOf": "two"}),
+        ("n_cmpl", 1000),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_names_the_field_of_the_body(server: ServerProcess, name: str, value: Any, stream: bool) -> None:
+    error = refuse(server, stream=stream, **{name: value})
+    assert error["param"] == name
+    assert "response_format" not in error["message"]
+
+
 def test_cache_prompt_decides_whether_the_prefix_is_computed_again(server: ServerProcess) -> None:
     prompt = "the prefix that this test alone has " * 4
     first, second = complete(server, prompt), complete(server, prompt)

@@ -26,9 +26,7 @@ def build_router(state: ServerState) -> APIRouter:
         def tokenize(model: Model) -> list[list[int]]:
             return [tokenize_prompt(model, prompt) for prompt in list_prompts(body.prompt)]
 
-        stream_format = STREAM_FORMAT if body.stream else None
-        work = generate(state, body, request, tokenize)
-        return await state.run_while_connected(request, work, "prompt", stream_format)
+        return await run(state, body, request, tokenize)
 
     for path in ("/completion", "/completions"):
         router.post(path, summary="llama-server: complete prompts")(complete)
@@ -38,11 +36,20 @@ def build_router(state: ServerState) -> APIRouter:
         def tokenize(model: Model) -> list[list[int]]:
             return [build_infill_prompt(model, body, state.settings.default_max_tokens)]
 
-        stream_format = STREAM_FORMAT if body.stream else None
-        work = generate(state, body, request, tokenize)
-        return await state.run_while_connected(request, work, "prompt", stream_format)
+        return await run(state, body, request, tokenize)
 
     return router
+
+
+async def run(
+    state: ServerState, body: LlamaGenerationFields, request: Request, tokenize: Callable[[Model], list[list[int]]]
+) -> Response:
+    """Generate while the client is connected. Errors name the fields of the body."""
+    fields = {"response_format": "grammar" if body.json_schema is None else "json_schema", "n": "n_cmpl"}
+    stream_format = STREAM_FORMAT if body.stream else None
+    return await state.run_while_connected(
+        request, generate(state, body, request, tokenize), "prompt", stream_format, fields
+    )
 
 
 async def generate(
