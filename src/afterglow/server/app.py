@@ -45,6 +45,10 @@ LLAMA_SERVER_PATHS = (
     "/lora-adapters",
     "/responses",
 )
+# As in llama-server. Not every path: HEAD of an event stream would run until the client disconnects.
+HEAD_PATHS = frozenset(
+    {"/health", "/v1/health", "/metrics", "/models", "/v1/models", "/props", "/slots", "/lora-adapters"}
+)
 ERROR_FORMATS = ErrorFormats(  # another API adds its path prefix
     default=build_error_body,
     by_prefix={
@@ -67,13 +71,25 @@ def build_routed_app(state: ServerState) -> FastAPI:
     return app
 
 
+def answer_head(app: ASGIApp) -> ASGIApp:
+    """Return the application with HEAD on `HEAD_PATHS` answered as GET. The HTTP server leaves the body out."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD" and scope["path"] in HEAD_PATHS:
+            scope = {**scope, "method": "GET"}
+        await app(scope, receive, send)
+
+    return call
+
+
 def build_application(state: ServerState) -> tuple[ASGIApp, AuthMiddleware]:
     """Return the complete application, and its authentication middleware, which controls shutdown."""
     middleware = AuthMiddleware(build_routed_app(state), state, ERROR_FORMATS)
-    app = add_cors(middleware, middleware.browser_policy) if state.settings.allow_origins else middleware
+    served = answer_head(middleware)
+    app = add_cors(served, middleware.browser_policy) if state.settings.allow_origins else served
     if state.ollama_port is None:
         return app, middleware
-    ollama_app = add_cors(middleware, middleware.ollama_policy)
+    ollama_app = add_cors(served, middleware.ollama_policy)
 
     async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         await (ollama_app if state.is_for_ollama_port(scope) else app)(scope, receive, send)

@@ -66,6 +66,16 @@ def test_a_model_without_adapters_lists_none_and_refuses_others(server: ServerPr
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    "path", ["/health", "/v1/health", "/metrics", "/models", "/v1/models", "/props", "/slots", "/lora-adapters"]
+)
+def test_head_answers_as_get_without_a_body(server: ServerProcess, path: str) -> None:
+    params = {"model": "tiny"} if path in ("/props", "/slots", "/lora-adapters") else {}
+    head, get = server.http.head(path, params=params), server.http.get(path, params=params)
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert head.headers["content-type"] == get.headers["content-type"]
+
+
 def test_slots_cannot_be_saved_without_a_directory(server: ServerProcess) -> None:
     response = server.post("/slots/0?action=save", {"filename": "a.bin", "model": "tiny"})
     assert (response.status_code, response.json()["error"]["code"]) == (501, 501)
