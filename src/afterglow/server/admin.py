@@ -383,6 +383,7 @@ async def collect_cache_contents(state: ServerState, model: Model, salt: str) ->
 def _format_sequence(model: Model, sequence: CachedSequence) -> dict[str, Any]:
     fields = asdict(sequence)
     first_entries, last_entries = fields.pop("first_entries"), fields.pop("last_entries")
+    del fields["request"]  # /requests has them
     return {
         **fields,
         "first_text": format_entries(model, first_entries),

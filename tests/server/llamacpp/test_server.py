@@ -57,6 +57,28 @@ def test_properties_describe_the_model_and_the_server(server: ServerProcess) -> 
     assert properties["default_generation_settings"]["params"]["temperature"] == 1
     assert properties["is_sleeping"] is False
     assert "im_start" in properties["chat_template"]
+    body = {"model": "tiny", "prompt": "abc", "n_predict": 1}
+    settings = server.post("/completion", body).json()["generation_settings"]
+    only_of_requests = {"stop", "logit_bias", "grammar", "grammar_lazy", "grammar_triggers", "preserved_tokens"}
+    assert settings.keys() - properties["default_generation_settings"]["params"].keys() == only_of_requests
+
+
+def test_a_busy_slot_describes_its_request(server: ServerProcess) -> None:
+    body = {"model": "tiny", "prompt": "busy", "n_predict": 1500, "top_k": 7, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", "/completion", json={**body, "id_slot": 3}) as response:
+        lines = response.iter_lines()
+        for _ in range(8):
+            next(lines)
+        slots = server.http.get("/slots", params={"model": "tiny"}).json()
+    slot, (token,) = slots[3], slots[3]["next_token"]
+    assert slot["is_processing"]
+    assert slot["id_task"] >= 0
+    assert (slot["params"]["top_k"], slot["params"]["n_predict"], slot["params"]["ignore_eos"]) == (7, 1500, True)
+    assert slot["n_prompt_tokens_processed"] + slot["n_prompt_tokens_cache"] == 4
+    assert token["n_decoded"] >= 3
+    assert token["n_remain"] == 1500 - token["n_decoded"]
+    assert token["has_next_token"]
+    assert "params" not in slots[4], "an idle slot has no request"
     assert server.post("/props", {}).status_code == 501
 
 

@@ -17,11 +17,14 @@ from afterglow.engine.backends.llama import LlamaBackend
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.routing import ReplicaReport, ReplicaSpeeds, shorten_key
 from afterglow.engine.inspect.cache import TierUsage, get_tier_usage
+from afterglow.engine.scheduling.job import RunningJob
+from afterglow.engine.types.adapters import AdapterSet
 from afterglow.engine.types.entries import Entries, strip_labels
 from afterglow.engine.types.media import EncodedMedia
 from afterglow.errors import UnsupportedMedia, UnsupportedOperation
 from afterglow.llama.model import ModelInfo
 from afterglow.llama.projector import MediaPlaceholder, MediaSize, Projector, get_media_size
+from afterglow.llama.sampling import Sampling
 from afterglow.media import load
 from afterglow.media.data_uri import encode_audio
 from afterglow.media.policy import MediaPolicy, Modality
@@ -47,6 +50,23 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunningRequest:
+    """A request that uses a sequence: fields of `Request`, and its progress."""
+
+    id: str
+    sampling: Sampling
+    max_tokens: int | None
+    ignore_eos: bool
+    logprobs: int | None
+    adapters: AdapterSet
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int  # of the prompt, beside the cached ones
+    generated_tokens: int
+    has_new_line: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CachedSequence:
     """One sequence of the KV cache, with a preview of its first and last entries."""
 
@@ -56,6 +76,7 @@ class CachedSequence:
     idle_seconds: float
     first_entries: tuple[int, ...]
     last_entries: tuple[int, ...]
+    request: RunningRequest | None = None  # that uses it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +262,11 @@ def get_replica_report(engine: Engine) -> ReplicaReport:
 def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:
     """Return the contents of the prefix cache. Entries of sequences with another salt are left out."""
     now = time.monotonic()
+    requests = {
+        running.sequence.seq_id: _describe_running(engine, running)
+        for running in engine.running_jobs
+        if running.sequence.salt == salt
+    }
     return CacheContents(
         sequences=tuple(
             CachedSequence(
@@ -252,6 +278,7 @@ def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:
                 last_entries=_preview(slot.entries[max(PREVIEW_ENTRIES, len(slot) - PREVIEW_ENTRIES) :])
                 if slot.salt == salt
                 else (),
+                request=requests.get(slot.seq_id),
             )
             for slot in engine.prefix_cache.slots
         ),
@@ -264,6 +291,23 @@ def get_cache_contents(engine: Engine, salt: str = "") -> CacheContents:
         tiers=get_tier_usage(engine),
         counters=get_counters(engine),
         busy=engine.is_busy,
+    )
+
+
+def _describe_running(engine: Engine, running: RunningJob) -> RunningRequest:
+    job, request = running.job, running.job.request
+    return RunningRequest(
+        id=request.id,
+        sampling=request.sampling,
+        max_tokens=request.max_tokens,
+        ignore_eos=request.ignore_eos,
+        logprobs=request.logprobs,
+        adapters=request.adapters,
+        prompt_tokens=job.prompt_cells,
+        cached_tokens=job.cached_cells,
+        computed_tokens=max(0, min(running.sequence.cell_count, job.prompt_cells) - job.cached_cells),
+        generated_tokens=len(job.generated),
+        has_new_line=any(b"\n" in engine.backend.token_to_piece(token) for token in job.generated),
     )
 
 

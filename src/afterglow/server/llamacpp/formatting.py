@@ -9,6 +9,7 @@ from typing import Any
 from afterglow.api.model import Model
 from afterglow.chat.output.parts import TextDelta
 from afterglow.chat.output.response import ChatResponse, Delta
+from afterglow.engine.host.remote_calls import RunningRequest
 from afterglow.engine.sampling.stops import IndentMatcher
 from afterglow.engine.types.request import Request, Token
 from afterglow.llama.sampling import Sampling
@@ -22,47 +23,36 @@ from afterglow.server.sse import StreamFormat, format_event
 UNLIMITED = -1
 
 
-def build_sampling_settings(sampling: Sampling) -> dict[str, Any]:
-    """Build the sampling parameters of `generation_settings` and of the properties of the server."""
+def build_parameters(
+    request: Request | RunningRequest, model: Model, body: LlamaGenerationFields | None = None
+) -> dict[str, Any]:
+    """Build the parameters of a request as /props, /slots and `generation_settings` return them.
+
+    The engine does not know the fields of the `body` that have no effect on it; without one they have their defaults.
+    """
+    body = body or LlamaGenerationFields.model_validate({})
+    sampling, scales = request.sampling, dict(request.adapters)  # also those of the model's name, or of the server
     names = (name for name in Sampling.__dataclass_fields__ if name not in ("logit_bias", "grammar", "seed"))
-    values = {name: getattr(sampling, name) for name in names}
+    n_predict = UNLIMITED if request.max_tokens is None else request.max_tokens
     return {
-        **values,
+        **{name: getattr(sampling, name) for name in names},
         "dry_sequence_breakers": list(sampling.dry_sequence_breakers),
         "samplers": list(sampling.samplers),
         "seed": UNLIMITED if sampling.seed is None else sampling.seed,
         "adaptive_target": -1.0,
         "adaptive_decay": 0.0,
         "min_keep": 0,
-    }
-
-
-def build_generation_settings(body: LlamaGenerationFields, request: Request, model: Model) -> dict[str, Any]:
-    """Build the settings with which a request ran. JSON has no infinity: null is the bias of a forbidden token."""
-    sampling = request.sampling
-    biases = {**sampling.logit_bias}
-    if request.ignore_eos:
-        biases |= dict.fromkeys(sorted(model.vocabulary.eog_tokens), -math.inf)
-    scales = dict(request.adapters)  # also those of the name of the model, or of the server
-    n_predict = UNLIMITED if request.max_tokens is None else request.max_tokens
-    return {
-        **build_sampling_settings(sampling),
-        "stop": [text.decode("utf-8", "replace") for text in request.stop],
         "max_tokens": n_predict,
         "n_predict": n_predict,
         "n_keep": body.n_keep or 0,
         "n_discard": body.n_discard or 0,
         "ignore_eos": request.ignore_eos,
         "stream": bool(body.stream),
-        "logit_bias": [{"token": token, "bias": None if bias == -math.inf else bias} for token, bias in biases.items()],
         "n_probs": request.logprobs or 0,
-        "grammar": body.grammar or "",
-        "grammar_lazy": False,
-        "grammar_triggers": [],
-        "preserved_tokens": [],
         "chat_format": "Content-only",
         "reasoning_format": "none",
         "reasoning_in_content": False,
+        "generation_prompt": "",
         "timings_per_token": bool(body.timings_per_token),
         "post_sampling_probs": False,
         "backend_sampling": False,
@@ -71,6 +61,22 @@ def build_generation_settings(body: LlamaGenerationFields, request: Request, mod
             for number, adapter in enumerate(model.adapters)
             if adapter.name in scales
         ],
+    }
+
+
+def build_generation_settings(body: LlamaGenerationFields, request: Request, model: Model) -> dict[str, Any]:
+    """Build the settings with which a request ran. JSON has no infinity: null is the bias of a forbidden token."""
+    biases = {**request.sampling.logit_bias}
+    if request.ignore_eos:
+        biases |= dict.fromkeys(sorted(model.vocabulary.eog_tokens), -math.inf)
+    return {
+        **build_parameters(request, model, body),
+        "stop": [text.decode("utf-8", "replace") for text in request.stop],
+        "logit_bias": [{"token": token, "bias": None if bias == -math.inf else bias} for token, bias in biases.items()],
+        "grammar": body.grammar or "",
+        "grammar_lazy": False,
+        "grammar_triggers": [],
+        "preserved_tokens": [],
     }
 
 

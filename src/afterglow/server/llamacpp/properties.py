@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request
+import fastapi
+from fastapi import APIRouter
 
 from afterglow.api.model import Model
+from afterglow.engine.types.request import Request
 from afterglow.llama.library.loader import get_library
 from afterglow.llama.sampling import Sampling
 from afterglow.server.adapters import set_default_lora
 from afterglow.server.llamacpp.errors import not_supported_error
-from afterglow.server.llamacpp.formatting import build_sampling_settings
+from afterglow.server.llamacpp.formatting import build_parameters
 from afterglow.server.llamacpp.schema import LoraAdapterItem
 from afterglow.server.models import ModelSlot
 from afterglow.server.schema.base import StrictRoute
+from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 
 
@@ -28,7 +32,7 @@ def build_router(state: ServerState) -> APIRouter:
         return build_properties(state, await state.get_slot(model))
 
     @router.post("/props", include_in_schema=False)
-    async def set_properties(request: Request) -> None:
+    async def set_properties(request: fastapi.Request) -> None:
         raise not_supported_error("properties cannot be changed: set them in the settings of the server")
 
     @router.get("/lora-adapters", summary="llama-server: list the loaded adapters")
@@ -67,21 +71,23 @@ def build_properties(state: ServerState, slot: ModelSlot) -> dict[str, Any]:
     }
     if model is None:
         return properties
-    return properties | build_model_properties(model, settings.default_seed)
+    return properties | build_model_properties(model, settings)
 
 
-def build_model_properties(model: Model, seed: int | None) -> dict[str, Any]:
+def build_model_properties(model: Model, settings: ServerSettings) -> dict[str, Any]:
     """Build the properties that a loaded model has, also after it was unloaded."""
     info, vocabulary = model.engine_info, model.vocabulary
     sampling = model.sampling_defaults.sampling if model.can_generate else Sampling()
-    params = build_sampling_settings(sampling) | ({} if seed is None else {"seed": seed})
+    if settings.default_seed is not None:
+        sampling = replace(sampling, seed=settings.default_seed)
+    request = Request(id="", entries=(), sampling=sampling, max_tokens=settings.default_max_tokens)
 
     def format_token(name: str) -> str:
         token = vocabulary.special_tokens.get(name)
         return "" if token is None else vocabulary.token_to_piece(token).decode("utf-8", "replace")
 
     return {
-        "default_generation_settings": {"params": params, "n_ctx": model.context_length},
+        "default_generation_settings": {"params": build_parameters(request, model), "n_ctx": model.context_length},
         "total_slots": info.sequences,
         "modalities": {"vision": "image" in info.media, "audio": "audio" in info.media, "video": False},
         "chat_template": model.chat_template or "",

@@ -10,10 +10,12 @@ from typing import Any, Literal
 from fastapi import APIRouter, Query, Request
 
 from afterglow.api.model import Model
+from afterglow.engine.host.remote_calls import RunningRequest
 from afterglow.errors import InvalidState
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.llamacpp.errors import not_supported_error
+from afterglow.server.llamacpp.formatting import UNLIMITED, build_parameters
 from afterglow.server.llamacpp.schema import SlotFileRequest
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
@@ -98,8 +100,28 @@ def build_slots(model: Model, salt: str) -> list[dict[str, Any]]:
             "is_processing": sequence.busy,
         }
         own = {"n_prompt_tokens": sequence.tokens} if sequence.first_entries else {}
-        slots.append(slot | own)
+        task = {} if sequence.request is None else build_task(sequence.request, model)
+        slots.append(slot | own | task)
     return slots
+
+
+def build_task(request: RunningRequest, model: Model) -> dict[str, Any]:
+    """Build the fields of a slot about the request that uses it."""
+    remaining = UNLIMITED if request.max_tokens is None else request.max_tokens - request.generated_tokens
+    return {
+        "id_task": int(request.id),
+        "n_prompt_tokens_processed": request.computed_tokens,
+        "n_prompt_tokens_cache": request.cached_tokens,
+        "params": build_parameters(request, model),
+        "next_token": [
+            {
+                "has_next_token": True,
+                "has_new_line": request.has_new_line,
+                "n_remain": remaining,
+                "n_decoded": request.generated_tokens,
+            }
+        ],
+    }
 
 
 def count_own_tokens(model: Model, slot: int, salt: str) -> int:
