@@ -431,14 +431,14 @@ class Chat(Closeable):
             return (wrap_text(grammar.build_exclusion_spec(forbidden)) if spec is None and forbidden else spec), ()
         is_required = tool_choice.mode == "required"
         try:
-            built = self._call_grammars.build_calls(tool_choice.tools, parallel, may_relax=not is_required)
+            built = self._call_grammars.build_calls(tool_choice.tools, parallel)
         except (UnsupportedOption, InvalidGrammar):
             if is_required or spec is not None or any(tool.must_conform for tool in tool_choice.tools):
                 raise
             return None, tool_choice.tools
         calls: grammar.GrammarSpec = {"lark_grammar": built.grammars[0][1]}
         if is_required:
-            return calls, ()
+            return calls, built.unenforced
         text = wrap_text(grammar.build_prose_spec()) if spec is None else spec
         return grammar.build_alternatives_spec(calls, text), built.unenforced
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import uuid
 
 import jsonschema
 import pytest
@@ -132,7 +134,7 @@ def test_a_strict_tool_with_an_unsupported_keyword_is_rejected(model):
     with pytest.raises(UnsupportedOption, match=r"contains"):
         model.plan_chat("Hello", tools=build_list_tool(strict=True))
     with pytest.raises(UnsupportedOption, match=r"contains"):
-        model.plan_chat("Hello", tools=build_list_tool(), tool_choice="required")
+        model.plan_chat("Hello", tools=build_list_tool(strict=True), tool_choice="required")
 
 
 @pytest.mark.native
@@ -140,7 +142,51 @@ def test_other_tools_with_an_unsupported_keyword_are_named(model):
     plan = model.plan_chat("Hello", tools=build_list_tool())
     assert [tool.name for tool in plan.unenforced_tools] == ["list"]
     assert plan.constraint is None or "contains" not in repr(plan.constraint)
+    for choice in ("required", {"type": "function", "function": {"name": "list"}}):
+        plan = model.plan_chat("Hello", tools=build_list_tool(), tool_choice=choice)
+        assert [tool.name for tool in plan.unenforced_tools] == ["list"]
+        assert plan.constraint.grammar
     assert model.plan_chat("Hello", tools=TOOLS).unenforced_tools == ()
+
+
+BOOK = {
+    "type": "object",
+    "properties": {
+        "day": {"type": "string", "format": "date"},
+        "key": {"type": "string", "format": "uuid"},
+        "code": {"type": "string", "pattern": "^[A-Z]{3}$"},
+    },
+    "required": ["day", "key", "code"],
+    "additionalProperties": False,
+}
+NESTED = {
+    "seats": {"type": "object", "additionalProperties": {"type": "integer"}},
+    "tags": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    "place": {"type": "array", "prefixItems": [{"type": "number"}, {"type": "string"}]},
+    "note": {},
+}
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("mode", ["required", "named", "strict"])
+def test_formats_patterns_maps_and_sets_are_enforced(model, mode):
+    choice = {"required": "required", "named": {"type": "function", "function": {"name": "book"}}}.get(mode)
+    properties = BOOK["properties"]
+    for parameters in (BOOK, {**BOOK, "properties": properties | NESTED}):
+        function = {"name": "book", "parameters": parameters, **({"strict": True} if mode == "strict" else {})}
+        options = {"tools": [{"type": "function", "function": function}], "tool_choice": choice, "reasoning": False}
+        plan = model.plan_chat("Hello", **options)
+        assert plan.unenforced_tools == ()
+        assert plan.constraint is not None
+        if choice is not None and parameters is BOOK:
+            response = model.chat(
+                "Hello", temperature=1.0, seed=3, max_tokens=900, parallel_tool_calls=False, **options
+            )
+            (call,) = response.tool_calls
+            arguments = json.loads(call.arguments)
+            jsonschema.validate(arguments, BOOK)
+            datetime.date.fromisoformat(arguments["day"])
+            uuid.UUID(arguments["key"])
 
 
 @pytest.mark.native

@@ -28,12 +28,12 @@ def build_tool(name: str, **properties: Any) -> Tool:
 def test_a_tool_that_cannot_be_enforced_is_relaxed_and_the_others_are_not(name: str) -> None:
     tools = [build_tool("first", city=NAME), build_tool("second", city=LOOK_AHEAD, count={"type": "integer"})]
     builder = CallGrammarBuilder(TOOL_FAMILIES[name], quote_literal)
-    built = builder.build_calls(tools, True, may_relax=True)
+    built = builder.build_calls(tools, True)
     assert [tool.name for tool in built.unenforced] == ["second"]
     ((_, grammar),) = built.grammars
     assert "(?!" not in grammar
     assert "second" in grammar
-    alone = builder.build_calls(tools[:1], True, may_relax=True)
+    alone = builder.build_calls(tools[:1], True)
     assert alone.unenforced == ()
 
 

@@ -1,7 +1,7 @@
 """Grammars of the calls of a request, cached by their tools, and what they do not enforce.
 
-A schema may have keywords that no grammar can enforce. If a call is optional and its tool is not strict, the properties
-with such keywords are left free. Calls of such a tool are checked after generation (`find_violation`).
+A schema may have keywords that no grammar can enforce. If its tool is not strict, the properties with such keywords are
+left free, and its calls are checked after generation (`find_violation`).
 """
 
 from __future__ import annotations
@@ -56,19 +56,18 @@ class CallGrammarBuilder:
                 for trigger in self._family.list_triggers(offered)
             )
 
-        return self._get_or_build("triggered", tools, build, may_relax=True)
+        return self._get_or_build("triggered", tools, build)
 
-    def build_calls(self, tools: Sequence[Tool], parallel: bool, *, may_relax: bool) -> CallGrammars:
-        """Build the grammar of answers that are calls. Raises `UnsupportedOption` if it cannot be enforced, unless
-        `may_relax`."""
+    def build_calls(self, tools: Sequence[Tool], parallel: bool) -> CallGrammars:
+        """Build the grammar of answers that are calls, as far as they can be enforced."""
 
         def build(offered: Sequence[Tool]) -> TriggerGrammars:
             return (("", self._family.build_calls_grammar(offered, parallel, self._write_literal)),)
 
-        return self._get_or_build(f"calls {parallel} {may_relax}", tools, build, may_relax=may_relax)
+        return self._get_or_build(f"calls {parallel}", tools, build)
 
     def _get_or_build(
-        self, kind: str, tools: Sequence[Tool], build: Callable[[Sequence[Tool]], TriggerGrammars], *, may_relax: bool
+        self, kind: str, tools: Sequence[Tool], build: Callable[[Sequence[Tool]], TriggerGrammars]
     ) -> CallGrammars:
         inputs = [None if tool.text_input is None else asdict(tool.text_input) for tool in tools]
         schemas = [(tool.name, tool.parameters, tool.strict, text) for tool, text in zip(tools, inputs, strict=True)]
@@ -77,7 +76,7 @@ class CallGrammarBuilder:
             if (cached := self._cache.get(key)) is not None:
                 self._cache.move_to_end(key)
                 return cached
-        grammars = _build_relaxed(tools, build) if may_relax else CallGrammars(build(tools))
+        grammars = _build_relaxed(tools, build)
         with self._lock:
             self._cache[key] = grammars
             if len(self._cache) > MAX_CACHED_TOOL_SETS:
@@ -105,8 +104,11 @@ def _build_relaxed(tools: Sequence[Tool], build: Callable[[Sequence[Tool]], Trig
         return CallGrammars(build_valid(tools))
     except (UnsupportedOption, InvalidGrammar):
         unenforced = tuple(tool for tool in tools if not can_enforce(tool))
-        if not unenforced or any(tool.must_conform for tool in unenforced):
+        if not unenforced:
             raise
+        for tool in unenforced:
+            if tool.must_conform:
+                build_valid([tool])  # raises the error of this tool
         relaxed = [_relax(tool, can_enforce) if tool in unenforced else tool for tool in tools]
         return CallGrammars(build_valid(relaxed), unenforced)
 
@@ -122,7 +124,10 @@ def _relax(tool: Tool, can_enforce: Callable[[Tool], bool]) -> Tool:
 
     def relax_property(name: str, subschema: Any) -> Any:
         json_type = subschema.get("type") if isinstance(subschema, Mapping) else None
-        candidates = [subschema, {"type": json_type}, {}] if isinstance(json_type, str) else [subschema, {}]
+        candidates = [subschema, {}]
+        if isinstance(json_type, str):
+            structure = {key: value for key, value in subschema.items() if key in (*RELAXED_KEYWORDS, "items")}
+            candidates[1:1] = [structure, {"type": json_type}]
         return next((choice for choice in candidates if can_enforce(with_properties({name: choice}))), {})
 
     relaxed = with_properties({name: relax_property(name, subschema) for name, subschema in properties.items()})

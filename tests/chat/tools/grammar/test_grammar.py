@@ -247,27 +247,12 @@ def build_tools(**properties: Any) -> tuple[Tool, ...]:
 NON_JSON_FAMILIES = ["qwen-coder", "seed", "minimax", "glm", "gemma", "function-gemma"]
 
 
-@pytest.mark.parametrize("family", NON_JSON_FAMILIES)
-@pytest.mark.parametrize("keyword", [{"pattern": "^a"}, {"format": "date"}])
-def test_a_string_keyword_that_the_format_cannot_enforce_is_rejected_by_name(
-    family: str, keyword: dict[str, Any]
-) -> None:
-    with pytest.raises(UnsupportedOption, match=rf"tools\.f\.parameters\.x\.{next(iter(keyword))}"):
-        build_grammar(family, offered=build_tools(x={"type": "string", **keyword}))
-
-
 @pytest.mark.parametrize("family", [*NON_JSON_FAMILIES, "pythonic", "lfm", "tool-code"])
 def test_an_object_keyword_that_the_format_cannot_enforce_is_rejected_by_name(family: str) -> None:
     schema = {"type": "object", "properties": {}, "minProperties": 1}
     offered = parse_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
     with pytest.raises(UnsupportedOption, match=r"tools\.f\.parameters\.minProperties"):
         build_grammar(family, offered=offered)
-
-
-@pytest.mark.parametrize("keyword", [{"uniqueItems": True}, {"prefixItems": [{"type": "string"}]}])
-def test_gemma_rejects_array_keywords_that_it_cannot_enforce(keyword: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedOption, match=rf"x\.{next(iter(keyword))}"):
-        build_grammar("gemma", offered=build_tools(x={"type": "array", **keyword}))
 
 
 def test_a_bounded_string_length_excludes_the_surrounding_newlines() -> None:

@@ -7,12 +7,16 @@ from functools import partial
 
 from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
+from afterglow.chat.tools.grammar.patterns import build_choice_expression
 from afterglow.chat.tools.grammar.schema import (
     ARRAY_KEYWORDS,
+    OBJECT_KEYWORDS,
     SchemaNode,
+    build_items_rule,
     build_separated_rule,
     build_text_until_rule,
     create_root,
+    has_named_properties,
     list_properties,
 )
 from afterglow.chat.tools.parsing.json_calls import load_json, read_json_value, stream_json_value
@@ -20,6 +24,8 @@ from afterglow.chat.tools.parsing.json_values import get_parameter_types, text_t
 from afterglow.chat.tools.parsing.parser import CallIdFactory, ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
+
+KEY_EXPRESSION = r'[^:,{}\[\]<"\s]([^:,{}\[\]<"\n]*[^:,{}\[\]<"\s])?'  # of what the parser reads as a key
 
 
 class GemmaToolParser(ToolParser):
@@ -98,45 +104,54 @@ class GemmaRuleBuilder:
 
     def __init__(self, grammar: LarkGrammar, quote: str) -> None:
         self._grammar, self._quote = grammar, quote
+        self._any = ""  # the rule of any value, if there is one
 
     def build_object(self, node: SchemaNode) -> str:
         """Return an expression for an object with its members in alphabetical order, as the templates write them."""
         grammar = self._grammar
         properties = sorted(list_properties(node), key=lambda member: member.name.lower())
-        is_open = node.schema.get("additionalProperties", True) is not False and "properties" not in node.schema
-        if not properties and is_open:
-            raise node.build_error("properties", "requires named properties")
         members = [
             (f"{grammar.literal(f'{member.name}:')} {self.build_value(member.node)}", member.required)
             for member in properties
         ]
+        if not has_named_properties(node):
+            others = node.schema.get("additionalProperties")
+            key = grammar.add_terminal(
+                [KEY_EXPRESSION], [build_choice_expression([member.name for member in properties])]
+            )
+            value = self.build_value(node.create_child(others, "additionalProperties"))
+            member_rule = grammar.add_rule(f"{key} {grammar.literal(':')} {value}")
+            members.append((f"{member_rule} ({grammar.literal(',')} {member_rule})*", False))
         return f"{grammar.literal('{')} {build_separated_rule(grammar, members, ',')} {grammar.literal('}')}"
 
     def build_value(self, node: SchemaNode) -> str:
+        """Return an expression for a value."""
+        if not node.schema:
+            return self._build_any(node)
         return join_alternatives(self._build_choice(choice) for choice in node.expand_choices())
 
+    def _build_any(self, node: SchemaNode) -> str:
+        """Return the rule of any value."""
+
+        def build(name: str) -> str:
+            self._any = name  # what arrays and objects contain
+            return join_alternatives(self._build_choice(choice) for choice in node.expand_choices())
+
+        return self._any or self._grammar.add_recursive_rule(build)
+
     def _build_choice(self, node: SchemaNode) -> str:
+        grammar = self._grammar
         match sorted(node.allowed_types):
             case ["string"]:
-                text = build_text_until_rule(self._grammar, node, ending=self._quote)
-                return f"{self._grammar.literal(self._quote)} {text}"
-            case ["array"]:
-                return self._build_array(node)
-            case ["object"]:
-                return self._grammar.add_rule(self.build_object(node))
-            case [_] | ["integer", "number"]:
-                return self._grammar.add_json_rule(node.standalone_schema)
+                return f"{grammar.literal(self._quote)} {build_text_until_rule(grammar, node, ending=self._quote)}"
+            case ["array"] if node.has_only(ARRAY_KEYWORDS):
+                items = build_items_rule(grammar, node, self.build_value, ",")
+                return f"{grammar.literal('[')} {items} {grammar.literal(']')}"
+            case ["object"] if node.has_only(OBJECT_KEYWORDS):
+                return grammar.add_rule(self.build_object(node))
+            case [_] | ["integer", "number"]:  # the parser reads JSON too, of which the grammar enforces more
+                return grammar.add_json_rule(node.standalone_schema)
         raise node.build_error("type", "requires a single type")
-
-    def _build_array(self, node: SchemaNode) -> str:
-        node.check_keywords(ARRAY_KEYWORDS)
-        min_items, max_items = node.schema.get("minItems", 0), node.schema.get("maxItems")
-        if max_items == 0:
-            return self._grammar.literal("[]")
-        item = self._grammar.add_rule(self.build_value(node.create_child(node.schema.get("items"), "items")))
-        bounds = f"{{{max(min_items - 1, 0)},{'' if max_items is None else max_items - 1}}}"
-        items = f"({item} ({self._grammar.literal(',')} {item}){bounds}){'' if min_items else '?'}"
-        return f"{self._grammar.literal('[')} {items} {self._grammar.literal(']')}"
 
 
 def build_gemma_family(name: str, opening: str, closing: str, quote: str, *, stop: str) -> ToolFamily:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from afterglow.chat.constraints.schema_analysis import build_resolver, get_types, iter_in_place
@@ -10,9 +11,12 @@ from afterglow.chat.tools.family import ToolFamily
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.grammar.schema import (
     ARRAY_KEYWORDS,
+    OBJECT_KEYWORDS,
     SchemaNode,
+    build_items_rule,
     build_text_until_rule,
     create_root,
+    has_named_properties,
     list_properties,
 )
 from afterglow.chat.tools.parsing.json_values import ANY_TYPE, MAX_NESTED_SCHEMAS, text_to_json, to_json_string
@@ -118,11 +122,10 @@ def get_item_schema(schema: Any, root: Mapping[str, Any]) -> Any:
 
 def _build_members(grammar: LarkGrammar, node: SchemaNode) -> str:
     """Return an expression for the elements of an object in schema order."""
-    properties = list_properties(node)
-    if not properties and "properties" not in node.schema and node.schema.get("additionalProperties", True):
+    if not has_named_properties(node):
         raise node.build_error("properties", "requires named properties")
     members = []
-    for member in properties:
+    for member in list_properties(node):
         element = grammar.add_rule(_build_element(grammar, member.name, member.node))
         members.append(element if member.required else f"{element}?")
     return " ".join(members)
@@ -138,15 +141,11 @@ def _build_value(grammar: LarkGrammar, node: SchemaNode, end: str) -> str:
     match sorted(node.allowed_types):
         case ["string"]:
             return build_text_until_rule(grammar, node, ending=end)
-        case ["array"]:
-            node.check_keywords(ARRAY_KEYWORDS)
-            items = node.create_child(node.schema.get("items"), "items")
-            min_items, max_items = node.schema.get("minItems", 0), node.schema.get("maxItems")
-            bounds = f"{{{min_items},{'' if max_items is None else max_items}}}"
-            value = f"{grammar.add_rule(_build_element(grammar, ITEM, items))}{bounds}"
-        case ["object"]:
+        case ["array"] if node.has_only(ARRAY_KEYWORDS) and {"items", "prefixItems"} & set(node.schema):
+            value = build_items_rule(grammar, node, partial(_build_element, grammar, ITEM))
+        case ["object"] if node.has_only(OBJECT_KEYWORDS) and has_named_properties(node):
             value = _build_members(grammar, node)
-        case [_] | ["integer", "number"]:
+        case [_] | ["integer", "number"]:  # also what elements cannot enforce: a grammar cannot repeat a free name
             value = grammar.add_json_rule(node.standalone_schema)
         case _:
             raise node.build_error("type", "requires a single type")

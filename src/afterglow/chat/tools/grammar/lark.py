@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from afterglow.chat.constraints.grammar import JSON_GRAMMAR_OPTIONS, LiteralFormatter
@@ -41,6 +41,12 @@ class LarkGrammar:
         """Add a rule and return its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {expression}")
+        return name
+
+    def add_recursive_rule(self, build: Callable[[str], str]) -> str:
+        """Add a rule whose expression contains its name, which `build` gets."""
+        position, name = len(self._rules), self.add_rule("")
+        self._rules[position] = f"{name}: {build(name)}"
         return name
 
     def add_json_rule(self, schema: Mapping[str, Any] | bool) -> str:
@@ -93,8 +99,10 @@ class LarkGrammar:
         escaped = re.escape(json.loads(head[0])).replace("/", "\\/")
         return self.add_rule(f"{text[:-1]}{escaped}/ {literal[head.end() :]}")
 
-    def add_pattern_until_rule(self, pattern: str, ending: str, *, excluded: str, excluded_start: str = "") -> str:
-        """Add a rule for a text that a pattern matches, up to and including `ending`.
+    def add_pattern_until_rule(
+        self, expressions: Sequence[str], ending: str, *, excluded: str, excluded_start: str = ""
+    ) -> str:
+        """Add a rule for a text that all of these expressions match, up to and including `ending`.
 
         The text does not contain `excluded`, with which a parser ends it, and does not begin with `excluded_start`.
         """
@@ -103,15 +111,19 @@ class LarkGrammar:
         is_text = head is not None and head.end() == len(literal)
         # Before a control token, the text of the ending must end the terminal.
         end = "" if head is None or is_text else escape_regex(json.loads(head[0]))
-        terminal = f"T{len(self._rules)}"
         forbidden = [f"(?s:.*){escape_regex(excluded)}(?s:.*)"]
         forbidden += [f"{escape_regex(excluded_start)}(?s:.*)"] if excluded_start else []
-        expressions = [f"(?:{pattern}){end}", *forbidden]
-        first, *others = (f"/{_escape_slashes(expression)}/" for expression in expressions)
-        self._rules.append(f"{terminal}: {' & ~'.join([first, *others])}")
+        terminal = self.add_terminal([f"(?:{expression}){end}" for expression in expressions], forbidden)
         if is_text:
             return self.add_rule(terminal, f"[suffix={literal}]")
         return self.add_rule(f"{terminal} {literal if head is None else literal[head.end() :]}")
+
+    def add_terminal(self, expressions: Sequence[str], excluded: Sequence[str] = ()) -> str:
+        """Add a terminal for a text that all of these expressions match, and none of the excluded ones."""
+        name = f"T{len(self._rules)}"
+        required = " & ".join(f"/{_escape_slashes(expression)}/" for expression in expressions)
+        self._rules.append(f"{name}: {required}" + "".join(f" & ~/{_escape_slashes(other)}/" for other in excluded))
+        return name
 
     def add_calls_rule(self, call: str, parallel: bool, separator: str) -> str:
         """Add a rule for a call. Return an expression for one call, or for one or more if `parallel`.

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from afterglow.chat.constraints.schema_analysis import build_resolver, get_type, get_types
+from afterglow.chat.constraints.json_schema import NAME_FORMAT_PATTERNS
+from afterglow.chat.constraints.schema_analysis import build_resolver, get_type, get_types, list_conjuncts
+from afterglow.chat.constraints.string_formats import TEXT_FORMAT_PATTERNS
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
+from afterglow.chat.tools.grammar.patterns import build_choice_expression, complete_pattern
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import UnsupportedOption
 
 OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
-ARRAY_KEYWORDS = frozenset({"type", "items", "minItems", "maxItems"})
-STRING_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})
-FULL_PATTERN = re.compile(r"\^\(\?:(.*)\)\$", re.DOTALL)  # of a whole text, as text inputs have it
-PARENTHESIS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)  # beside escapes and classes
+ARRAY_KEYWORDS = frozenset({"type", "items", "prefixItems", "minItems", "maxItems", "$defs"})
+STRING_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength", "$defs"})
+TEXT_PATTERNS = {**NAME_FORMAT_PATTERNS, **TEXT_FORMAT_PATTERNS}  # by format
 CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 MAX_REFERENCE_DEPTH = 8  # nested references; a recursive schema cannot be expanded
 
@@ -46,6 +47,10 @@ class SchemaNode:
         """Return the error for a keyword that the call format does not support."""
         return UnsupportedOption(f"{self.where}.{keyword}", f"the {self.family} call format {reason}")
 
+    def has_only(self, keywords: frozenset[str]) -> bool:
+        """Return whether the schema has no other keywords."""
+        return set(self.schema) <= keywords
+
     def check_keywords(self, supported: frozenset[str]) -> None:
         """Raise `UnsupportedOption` for a keyword that is not supported."""
         for keyword in self.schema:
@@ -68,7 +73,13 @@ class SchemaNode:
         if isinstance(types, list):
             return [self.create_child({**schema, "type": json_type}) for json_type in types]
         if types is None and "enum" in schema:
-            return [self.create_child({**schema, "enum": [value]}) for value in schema["enum"]]
+            by_type: dict[str, list[Any]] = {}
+            for value in schema["enum"]:
+                by_type.setdefault(get_type(value), []).append(value)
+            return [self.create_child({**schema, "enum": values}) for values in by_type.values()]
+        if types is None and "const" not in schema:
+            allowed = self.allowed_types - ({"integer"} if "number" in self.allowed_types else set())
+            return [self.create_child({**schema, "type": json_type}) for json_type in sorted(allowed)]
         return [self]
 
     @property
@@ -110,6 +121,13 @@ def list_properties(node: SchemaNode) -> list[ToolParameter]:
     ]
 
 
+def has_named_properties(node: SchemaNode) -> bool:
+    """Return whether all properties of an object are in its schema. Those beside them are left out if they may be
+    anything."""
+    others = node.schema.get("additionalProperties", True)
+    return not isinstance(others, Mapping) and ("properties" in node.schema or others is False)
+
+
 def build_text_until_rule(
     grammar: LarkGrammar, node: SchemaNode, *, ending: str, allow_own_lines: bool = False, first: str = "."
 ) -> str:
@@ -117,16 +135,15 @@ def build_text_until_rule(
 
     With `allow_own_lines`, a newline may surround the text. `first` is the class of its first character.
     """
-    if (pattern := get_full_pattern(node.schema)) is not None:
+    if expressions := list(iter_expressions(node)):
         own_line = grammar.literal("\n") if allow_own_lines else ""
         text = grammar.add_pattern_until_rule(
-            pattern,
+            expressions,
             "\n" + ending if allow_own_lines else ending,
             excluded=ending,
             excluded_start="" if first == "." else "<",
         )
         return f"{own_line} {text}"
-    node.check_keywords(STRING_KEYWORDS)
     if node.allowed_values is not None:
         allowed = [value for value in node.allowed_values if isinstance(value, str)]
         texts = join_alternatives(grammar.literal(value) for value in allowed if value)
@@ -142,21 +159,48 @@ def build_text_until_rule(
     return grammar.add_text_until_rule(ending, min_length=min_length, max_length=max_length, first=first)
 
 
-def get_full_pattern(schema: Mapping[str, Any]) -> str | None:
-    """Return the pattern of a string schema without other keywords, if it is one group between anchors.
+def iter_expressions(node: SchemaNode) -> Iterator[str]:
+    """Yield expressions that all match the whole text of a string schema; none if it has only `STRING_KEYWORDS`."""
+    if node.has_only(STRING_KEYWORDS):
+        return
+    for conjunct in list_conjuncts(node.schema, build_resolver(node.root)):
+        part = node.create_child(conjunct)
+        part.check_keywords(STRING_KEYWORDS | {"pattern", "format", "allOf", "$ref"})
+        patterns = {keyword: conjunct.get(keyword) for keyword in ("pattern", "format")}
+        patterns["format"] = TEXT_PATTERNS.get(str(patterns["format"]))
+        for keyword, pattern in patterns.items():
+            if pattern is not None:
+                expression = complete_pattern(pattern)
+                if expression is None:
+                    raise part.build_error(keyword, "cannot enforce anchors inside a pattern")
+                yield expression
+        if part.allowed_values is not None:
+            yield build_choice_expression([value for value in part.allowed_values if isinstance(value, str)])
+        if {"minLength", "maxLength"} & set(conjunct):
+            yield f"(?s:.{{{conjunct.get('minLength', 0)},{conjunct.get('maxLength', '')}}})"
 
-    >>> get_full_pattern({"type": "string", "pattern": "^(?:a|b)$"})
-    'a|b'
-    """
-    match = FULL_PATTERN.fullmatch(str(schema.get("pattern", "")))
-    if match is None or set(schema) != {"type", "pattern"} or schema["type"] != "string":
-        return None
-    depth = 0
-    for paren in PARENTHESIS.findall(match[1]):
-        depth += {"(": 1, ")": -1}.get(paren, 0)
-        if depth < 0:  # the group ends before the end of the pattern
-            return None
-    return match[1]
+
+def build_items_rule(
+    grammar: LarkGrammar, node: SchemaNode, build_item: Callable[[SchemaNode], str], separator: str = ""
+) -> str:
+    """Return a rule for the items of an array, which `build_item` builds, with separators between them."""
+    schema, between = node.schema, grammar.literals(separator)
+    low, high = schema.get("minItems", 0), schema.get("maxItems")
+    others = schema.get("items", True)
+    items = [
+        build_item(node.create_child(item, f"prefixItems[{index}]"))
+        for index, item in enumerate(schema.get("prefixItems", ())[:high])
+    ]
+    rest = ""
+    if others is not False and (high is None or high > len(items)):
+        item = grammar.add_rule(build_item(node.create_child(others, "items")))
+        items = items or [item]
+        bounds = f"{max(low - len(items), 0)},{'' if high is None else high - len(items)}"
+        rest = f"({between} {item}){{{bounds}}}"
+    for index, item in reversed(list(enumerate(items))):
+        rest = f"{between if index else ''} {item} {rest}"
+        rest = rest if index < low else f"({rest})?"
+    return rest
 
 
 def build_bare_or_json_rule(

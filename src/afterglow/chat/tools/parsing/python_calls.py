@@ -115,8 +115,8 @@ def _build_value_rule(grammar: LarkGrammar, node: SchemaNode) -> str:
 
 def _build_single_quoted_terminals(grammar: LarkGrammar, node: SchemaNode) -> list[str]:
     """Return terminals for a single-quoted string if they can enforce its schema."""
-    if node.allowed_types != {"string"}:
+    if node.allowed_types != {"string"} or not node.has_only(frozenset({"type", "enum", "const"})):
         return []
     if node.allowed_values is not None:
         return [grammar.literal(repr(value)) for value in node.allowed_values if repr(value).startswith("'")]
-    return [SINGLE_QUOTED_TERMINAL] if not set(node.schema) - {"type"} else []
+    return [SINGLE_QUOTED_TERMINAL]
