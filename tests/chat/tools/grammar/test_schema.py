@@ -48,8 +48,10 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any]]] = {  # schema, valid and inv
         ["a", "aaaa", "ba"],
     ),
     "pattern and values": ({"enum": ["a/b", "c"], "pattern": "/"}, ["a/b"], ["c", "/"]),
-    "nullable date": ({"anyOf": [{**TEXT, "format": "date"}, {"type": "null"}]}, ["2026-02-28"], ["2026-02-30"]),
-    "anything": ({}, ["a", 1, True, ["a", 1], {"a": {"b": [1]}}], []),
+    "nullable date": ({"anyOf": [{**TEXT, "format": "date"}, {"type": "null"}]}, ["2026-02-28", None], ["2026-02-30"]),
+    "text or list": ({"anyOf": [TEXT, {"type": "array", "items": TEXT}]}, ["a", ["a", "b"]], []),
+    "values of several types": ({"enum": ["a", 1, None, True]}, ["a", 1, None, True], ["b", 2, False]),
+    "anything": ({}, ["a", 1, None, True, ["a", 1], {"a": {"b": [1]}}], []),
     "list of dates": ({"type": "array", "items": {**TEXT, "format": "date"}}, [["2026-02-28"], []], [["soon"]]),
     "map": ({"type": "object", "additionalProperties": {"type": "integer"}}, [{"a": 1, "b": 2}, {}], [{"a": "b"}, 1]),
     "map of dates": (

@@ -19,7 +19,7 @@ from afterglow.chat.tools.grammar.schema import (
     has_named_properties,
     list_properties,
 )
-from afterglow.chat.tools.parsing.json_values import ANY_TYPE, MAX_NESTED_SCHEMAS, text_to_json, to_json_string
+from afterglow.chat.tools.parsing.json_values import MAX_NESTED_SCHEMAS, text_to_json, to_json_string
 from afterglow.chat.tools.parsing.parser import ToolParser
 from afterglow.chat.tools.parsing.scanner import ParseSteps, is_name_char
 from afterglow.chat.tools.tool import Tool
@@ -29,6 +29,8 @@ BLOCK_START, BLOCK_END = f"{NAMESPACE}<tool_call>", f"{NAMESPACE}</tool_call>"
 CALL_START, CALL_END = f'{NAMESPACE}<invoke name="', f"{NAMESPACE}</invoke>"
 ELEMENT_START, ELEMENT_END = f"{NAMESPACE}<", f"{NAMESPACE}</"
 ITEM = "item"  # element of a list
+EMPTY_VALUES = (("array", "[]"), ("object", "{}"), ("null", "null"))  # which the template writes without text
+ITEM_START = f"{ELEMENT_START}{ITEM}>"
 
 
 class MinimaxM3ToolParser(ToolParser):
@@ -65,7 +67,7 @@ class MinimaxM3ToolParser(ToolParser):
     def _parse_elements(self, schema: Any, root: Mapping[str, Any], end: str, *, is_list: bool) -> ParseSteps[bool]:
         """Parse elements up to `end` as an object or a list; return False if it is truncated."""
         self.emit_arguments("[" if is_list else "{")
-        separator = ""
+        separator, count = "", 0
         while True:
             if (yield from self.scanner.skip_after_space(end)):
                 self.emit_arguments("]" if is_list else "}")
@@ -75,7 +77,8 @@ class MinimaxM3ToolParser(ToolParser):
                 return False
             self.emit_arguments(separator if is_list else f"{separator}{to_json_string(key)}: ")
             separator = ", "
-            member = get_item_schema(schema, root) if is_list else get_member_schema(schema, root, key)
+            member = get_item_schema(schema, root, count) if is_list else get_member_schema(schema, root, key)
+            count += 1
             if not (yield from self._parse_value(member, root, key)):
                 return False
 
@@ -89,20 +92,23 @@ class MinimaxM3ToolParser(ToolParser):
     def _parse_value(self, schema: Any, root: Mapping[str, Any], key: str) -> ParseSteps[bool]:
         """Parse the content and the closing tag of an element; return False if it is truncated."""
         types, end = get_types(schema, build_resolver(root), MAX_NESTED_SCHEMAS), f"{ELEMENT_END}{key}>"
-        if types != ANY_TYPE and "string" in types:
+        if types == {"string"}:
             return (yield from self.stream_string(end))
-        pieces: list[str] = []
-        if (yield from self.scanner.stream_until(NAMESPACE, sink=pieces.append)) is None:
+        space = yield from self.scanner.take_whitespace()
+        ahead = yield from self.scanner.peek(len(ITEM_START))
+        is_element = ahead.startswith(ELEMENT_START) and not ahead.startswith(ELEMENT_END)
+        if is_element and types & {"array", "object"}:
+            is_list = "array" in types and (ahead == ITEM_START or "object" not in types)
+            return (yield from self._parse_elements(schema, root, end, is_list=is_list))
+        pieces = [space]
+        if not (yield from self.scanner.stream_until(end, sink=pieces.append)):
             self.emit_arguments("".join(pieces))
             return False
-        self.scanner.unread(NAMESPACE)
         text = "".join(pieces)
-        ending = yield from self.scanner.peek_any(end)
-        if text.strip() or (ending and not types & {"array", "object"}) or (ending and types == ANY_TYPE):
-            self.emit_arguments(text_to_json(text, types))
-            return bool((yield from self.scanner.skip_any(end)))
-        is_list = "array" in types and (yield from self.scanner.peek_any(f"{ELEMENT_START}{ITEM}>", end))
-        return (yield from self._parse_elements(schema, root, end, is_list=bool(is_list)))
+        is_empty = not text.strip() and "string" not in types
+        empty = next((empty for json_type, empty in EMPTY_VALUES if is_empty and json_type in types), None)
+        self.emit_arguments(text_to_json(text, types) if empty is None else empty)
+        return True
 
 
 def get_member_schema(schema: Any, root: Mapping[str, Any], key: str) -> Any:
@@ -115,9 +121,16 @@ def get_member_schema(schema: Any, root: Mapping[str, Any], key: str) -> Any:
     return next(filter(None, others), True)
 
 
-def get_item_schema(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return the schema of the items of a list; True (any value) if there is none."""
-    return next((found["items"] for found in iter_in_place(schema, build_resolver(root)) if "items" in found), True)
+def get_item_schema(schema: Any, root: Mapping[str, Any], index: int) -> Any:
+    """Return the schema of an item of a list; True (any value) if there is none."""
+    for found in iter_in_place(schema, build_resolver(root)):
+        items = found.get("items", True)
+        first = items if isinstance(items, list) else found.get("prefixItems", [])  # a list in older drafts
+        if index < len(first):
+            return first[index]
+        if "items" in found:
+            return found.get("additionalItems", True) if isinstance(items, list) else items
+    return True
 
 
 def _build_members(grammar: LarkGrammar, node: SchemaNode) -> str:
