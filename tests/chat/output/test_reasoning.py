@@ -217,6 +217,12 @@ def test_a_call_inside_truncated_reasoning_is_reasoning():
     assert join_parts(parts) == ParsedOutput("", f"Hm. {CALL}", ())
 
 
+def test_the_beginning_of_a_marker_after_a_call_is_not_text():
+    parser = ReasoningParser(lambda: HERMES.create_parser(TOOLS), THINK, call_starts=HERMES.triggers)
+    output = join_parts(parser.feed(f"<think>Hm.</think>{CALL[:-3]}") + parser.finish(truncated=True))
+    assert (output.reasoning, output.text, len(output.tool_calls)) == ("Hm.", "", 1)
+
+
 def test_reasoning_streams_after_a_mention_of_the_call_tag():
     parser = ReasoningParser(
         lambda: HERMES.create_parser(TOOLS), THINK, starts_in="reasoning", call_starts=HERMES.triggers

@@ -195,7 +195,7 @@ class ReasoningParser:
                 return self._emit_reasoning(rest.rstrip())
             return self._emit_reasoning(rest[: rest.index(call.start)].rstrip()) + call.parts
         is_text = rest and not (self._position == "answer" and rest in self._answer_tags)
-        return (self._answer_parser.feed(rest) if is_text else []) + self._answer_parser.finish()
+        return (self._answer_parser.feed(rest) if is_text else []) + self._answer_parser.finish(truncated=truncated)
 
     def _detect_start(self) -> None:
         """Decide whether the output begins with reasoning, once enough text is there."""

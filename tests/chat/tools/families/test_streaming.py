@@ -120,6 +120,21 @@ def test_a_call_never_leaks_into_the_text(recorded: RecordedOutput) -> None:
 
 
 @pytest.mark.parametrize("recorded", [recorded for recorded in RECORDED_OUTPUTS if recorded.calls], ids=str)
+def test_the_beginning_of_a_marker_after_a_call_is_not_text(recorded: RecordedOutput) -> None:
+    for end in range(len(recorded.raw)):
+        parser = TOOL_FAMILIES[recorded.family].create_parser(TOOLS)
+        output = join_parts(parser.feed(recorded.raw[:end]) + parser.finish(truncated=True))
+        assert not output.tool_calls or recorded.text.startswith(output.text), recorded.raw[:end]
+
+
+def test_text_that_may_be_a_marker_is_kept_if_the_model_ends_there_or_wrote_text_before() -> None:
+    call = tagged_call(("now", "{}"))
+    for raw, is_truncated, text in ((f"{call} <", False, "<"), (f"{call} 1 <", True, "1 <"), ("1 <", True, "1 <")):
+        parser = TOOL_FAMILIES["hermes"].create_parser(TOOLS)
+        assert join_parts(parser.feed(raw) + parser.finish(truncated=is_truncated)).text == text
+
+
+@pytest.mark.parametrize("recorded", [recorded for recorded in RECORDED_OUTPUTS if recorded.calls], ids=str)
 def test_only_the_first_part_of_a_call_has_its_id_and_name(recorded: RecordedOutput) -> None:
     seen: set[int] = set()
     for part in parse(recorded.family, list(recorded.raw)):

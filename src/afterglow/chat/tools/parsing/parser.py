@@ -48,11 +48,13 @@ class ToolParser:
         return self._drain_parts()
 
     def finish(self, *, truncated: bool = False) -> list[OutputPart]:
-        """Return the remaining parts after the last text."""
+        """Return the remaining parts after the last text. Text that was held back because it may begin a marker is
+        dropped if the output is truncated directly after a call."""
+        is_marker = truncated and self._content_parser.is_after_call
         self.scanner.finish()
         self._advance()
         self._content_parser.finish()
-        return self._drain_parts()
+        return [part for part in self._drain_parts() if not (is_marker and isinstance(part, TextDelta))]
 
     def emit_text(self, text: str) -> None:
         """Emit text of the answer."""
@@ -156,34 +158,34 @@ class ContentParser:
     def __init__(self, parts: list[OutputPart]) -> None:
         self._parts = parts
         self._has_text = False
-        self._after_call = False
+        self.is_after_call = False  # no text since the last call
         self._pending_space = ""  # whitespace not yet followed by text
         self._space_after_call = ""  # the same, after a call
 
     def add_text(self, text: str) -> None:
         content = text.lstrip()
         space = text[: len(text) - len(content)]
-        if self._after_call:
+        if self.is_after_call:
             self._space_after_call += space
         else:
             self._pending_space += space
         if not content:
             return
         stripped, leading_space = content.rstrip(), self._pending_space
-        if self._after_call:
+        if self.is_after_call:
             leading_space = (self._pending_space or self._space_after_call) if self._has_text else ""
         self._parts.append(TextDelta(leading_space + stripped))
-        self._has_text, self._after_call = True, False
+        self._has_text, self.is_after_call = True, False
         self._pending_space, self._space_after_call = content[len(stripped) :], ""
 
     def begin_call(self) -> None:
         """Note the start of a call."""
         self._pending_space = self._pending_space or self._space_after_call
-        self._after_call, self._space_after_call = True, ""
+        self.is_after_call, self._space_after_call = True, ""
 
     def finish(self) -> None:
         """End the answer: emit whitespace after the last text, drop whitespace next to a call."""
-        if not self._after_call and self._pending_space:
+        if not self.is_after_call and self._pending_space:
             self._parts.append(TextDelta(self._pending_space))
         self._pending_space = self._space_after_call = ""
 
