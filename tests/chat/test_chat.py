@@ -116,6 +116,20 @@ def test_a_continued_message_is_the_answer_or_the_reasoning():
     assert parse(reasoning, " me.</think>Bern") == ParsedOutput(reasoning=" me.", text="Bern")
 
 
+def test_continued_reasoning_needs_a_prompt_with_reasoning():
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}" + (
+        "[assistant]{{ '<think>\\n' if enable_thinking else '</think>' }}"
+    )
+    with load(template) as model:
+        texts = [
+            model.plan_chat(prefill("", reasoning_content="They ask"), reasoning=reasoning).prompt.text
+            for reasoning in (None, True)
+        ]
+        answer = model.plan_chat(prefill("In ")).prompt.text
+    assert texts == ["[user]Where?\n[assistant]<think>\nThey ask"] * 2
+    assert answer == "[user]Where?\n[assistant]</think>In "
+
+
 def test_a_continued_message_is_the_beginning_of_the_response_format():
     with load(None) as model:
         response = model.chat(prefill('{"city": "Ro'), response_format=RESPONSE_FORMAT, max_tokens=50)

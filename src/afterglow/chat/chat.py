@@ -158,13 +158,13 @@ class Chat(Closeable):
         """Plan a chat request. Raises an error that names the option if one cannot be honored."""
         tools = parse_tools(options.tools)
         tool_choice = parse_tool_choice(options.tool_choice, tools)
-        reasoning = parse_reasoning_options(options.reasoning, self.reasoning_format, self._template_source)
+        parsed_messages = parse_messages(messages)
+        reasoning = self._parse_reasoning(options, parsed_messages)
         response_format = parse_response_format(options.response_format)
         if "messages" in options.chat_template_kwargs:
             raise InvalidArgument("chat_template_kwargs", "must not contain `messages`, which the chat has")
         chat_template_kwargs = {**reasoning.chat_template_kwargs, **options.chat_template_kwargs}
         definitions = [tool.definition for tool in tools]
-        parsed_messages = parse_messages(messages)
         extracted, placeholders = extract_media(
             parsed_messages, self._media_support(), self.media_policy, definitions, chat_template_kwargs
         )
@@ -206,6 +206,14 @@ class Chat(Closeable):
             parse=parse_with_prefix(response_format.parse, prefill.content if prefill else ""),
             place=None if replay_plan is None or prefill is not None else replay_plan.place,
         )
+
+    def _parse_reasoning(self, options: ChatOptions, messages: list[Message]) -> ReasoningOptions:
+        """Parse the reasoning options. Reasoning that the answer continues needs a prompt with reasoning."""
+        _, prefill = split_prefill(messages)
+        value = options.reasoning
+        if value is None and prefill is not None and prefill.reasoning and self.reasoning_format is not None:
+            value = True
+        return parse_reasoning_options(value, self.reasoning_format, self._template_source)
 
     def _write_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TemplateInput:
         """Return a conversation with its tools as definitions for the template, or as text if it renders none."""

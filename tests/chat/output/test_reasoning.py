@@ -237,6 +237,12 @@ def test_reasoning_streams_after_a_mention_of_the_call_tag():
         ("<think>", "assistant\n", "Hm", "Yes", "<think>Hm\n</think>\n\nYes"),
         ("<think>", "assistant\n<think>\n", "", "Yes", "\n</think>\n\nYes"),
         ("<think>", "assistant\n<think>\n", "Hm", "", "Hm"),
+        ("'<think>\\n' + reasoning", "assistant\n", "Hm", "", "<think>\nHm"),
+        ("'<think>\\n' + reasoning", "assistant\n<think>", "Hm", "", "\nHm"),
+        ("'<think>\\n' + reasoning", "assistant\n<think>\n", "Hm", "", "Hm"),
+        ("'<think>\\n' + reasoning", "assistant\n<think>", "", "Yes", "\n</think>\n\nYes"),
+        ("<|channel>thought", "<|turn>model\n", "Hm", "Yes", "<|channel>thought\nHm\n<channel|>Yes"),
+        ("[BEGIN FINAL RESPONSE]", "<|assistant|>\n", "Hm", "", "Here are my reasoning steps:\nHm"),
         (
             "<|channel|><|message|>",
             "<|start|>assistant",

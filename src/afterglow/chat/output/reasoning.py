@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from afterglow.chat.output.parts import OutputParser, OutputPart, ReasoningDelta, ToolCallDelta
@@ -17,7 +17,8 @@ class ReasoningFormat:
 
     `forced_ending` closes reasoning that exceeds its budget, so that the answer follows. `answer_prefix` is generated
     between reasoning and answer. `text_start` and `text_end` surround visible text. With `repeats`, reasoning may also
-    follow visible text; its tags are control tokens, so that no text contains them.
+    follow visible text; its tags are control tokens, so that no text contains them. `start_gap` is what the template
+    writes between the start tag and the reasoning.
 
     >>> detect_reasoning_format("{% if thinking %}<think>{% endif %}").end_tag
     '</think>'
@@ -31,6 +32,7 @@ class ReasoningFormat:
     text_end: str = ""
     dropped_tags: tuple[str, ...] = ()  # further texts around visible text that are not part of it
     repeats: bool = False
+    start_gap: str = ""
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -51,7 +53,9 @@ class ReasoningFormat:
         """
         is_open = self.is_open(prompt)
         if reasoning or is_open:
-            reasoning = f"{'' if is_open else self.start_tag}{reasoning}"
+            start = "" if is_open else self.start_tag
+            gap = self.start_gap if reasoning and (prompt + start).endswith(self.start_tag) else ""
+            reasoning = f"{start}{gap}{reasoning}"
             if not text:
                 return reasoning
             reasoning += self.forced_ending
@@ -59,9 +63,13 @@ class ReasoningFormat:
         return f"{reasoning}{'' if starts_text else self.text_start}{text}"
 
 
-def build_tag_format(start_tag: str, end_tag: str, *, dropped_tags: tuple[str, ...] = ()) -> ReasoningFormat:
+def build_tag_format(
+    start_tag: str, end_tag: str, *, dropped_tags: tuple[str, ...] = (), start_gap: str = ""
+) -> ReasoningFormat:
     """Build a format in which a blank line follows the reasoning."""
-    return ReasoningFormat(start_tag, end_tag, forced_ending=f"\n{end_tag}\n\n", dropped_tags=dropped_tags)
+    return ReasoningFormat(
+        start_tag, end_tag, forced_ending=f"\n{end_tag}\n\n", dropped_tags=dropped_tags, start_gap=start_gap
+    )
 
 
 HARMONY_REASONING = ReasoningFormat(
@@ -88,6 +96,7 @@ TAG_FORMATS = (
         forced_ending="\n<channel|>",
         dropped_tags=("<|channel>",),
         repeats=True,
+        start_gap="\n",
     ),
     ReasoningFormat(  # Solar-Open
         start_tag="<|think|>",
@@ -104,7 +113,10 @@ TAG_FORMATS = (
         for start, end in (("<|START_TEXT|>", "<|END_TEXT|>"), ("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("", ""))
     ),
     build_tag_format(  # Apriel
-        "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", dropped_tags=("[END FINAL RESPONSE]",)
+        "Here are my reasoning steps:",
+        "[BEGIN FINAL RESPONSE]",
+        dropped_tags=("[END FINAL RESPONSE]",),
+        start_gap="\n",
     ),
     THINK,
     build_tag_format("<thinking>", "</thinking>"),
@@ -130,7 +142,8 @@ def detect_reasoning_format(template: str | None) -> ReasoningFormat | None:
         # `<|end|>` is also the end of turn of models that do not reason.
         tags = {reasoning_format.start_tag, reasoning_format.end_tag} - {"<|end|>"}
         if reasoning_format.text_start in template and any(tag in template for tag in tags):
-            return reasoning_format
+            has_gap = f"{reasoning_format.start_tag}\\n" in template  # the newline of a literal
+            return replace(reasoning_format, start_gap="\n") if has_gap else reasoning_format
     return None
 
 
