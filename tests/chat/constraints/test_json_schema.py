@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jsonschema
 import pytest
 
 from afterglow.chat.constraints.grammar import build_json_schema_grammar
@@ -123,24 +125,100 @@ def test_no_invalid_instance_of_the_formats_is_accepted():
 
 
 @pytest.mark.parametrize(
-    "keyword",
+    "keywords",
     [
-        *("if", "then", "else", "contains", "minContains", "maxContains"),
-        *("dependentSchemas", "dependentRequired", "dependencies"),
-        *("$dynamicRef", "$recursiveRef", "id"),
-        *("x-guidance", "disallow", "divisibleBy", "extends", "minimun", "anything"),
+        {"if": {"type": "object"}, "then": {"required": ["a"]}},
+        {"if": {"type": "object"}, "else": False},
+        {"contains": {}},
+        {"contains": {}, "minContains": 0, "maxContains": 1},
+        *({name: {"a": ["b"]}} for name in ("dependentSchemas", "dependentRequired", "dependencies")),
+        *({name: "#"} for name in ("$dynamicRef", "$recursiveRef")),
+        *({name: 1} for name in ("x-guidance", "disallow", "divisibleBy", "extends", "formatMinimum", "bsonType")),
     ],
+    ids=str,
 )
 @pytest.mark.parametrize("location", ["", ".properties.a", ".items", ".anyOf[1]", ".$defs.b", ".additionalProperties"])
-def test_an_unsupported_keyword_is_an_error_that_names_its_location(keyword, location):
-    schema: dict[str, Any] = {keyword: {}}
+def test_an_unsupported_keyword_is_an_error_that_names_its_location(keywords, location):
+    schema: dict[str, Any] = keywords
     if location:
         key, _, rest = location[1:].partition(".")
         schema = {key: {rest: schema}} if rest else {key: schema}
         schema = {"anyOf": [{}, schema["anyOf[1]"]]} if "anyOf[1]" in schema else schema
     with pytest.raises(UnsupportedOption) as caught:
         build_json_schema_grammar(schema)
-    assert caught.value.name == f"json_schema{location}.{keyword}"
+    assert caught.value.name == f"json_schema{location}.{next(iter(keywords))}"
+
+
+@pytest.mark.parametrize(
+    ("name", "keyword"),
+    [
+        *(("maxlength", "maxLength"), ("min_length", "minLength"), ("Enum", "enum"), ("minimun", "minimum")),
+        *(("requried", "required"), ("any_of", "anyOf"), ("aditionalProperties", "additionalProperties")),
+        *(("ref", "$ref"), ("Contains", "contains"), ("uniqueItem", "uniqueItems")),
+    ],
+)
+def test_a_misspelled_keyword_is_an_error_with_the_right_name(name, keyword):
+    with pytest.raises(UnsupportedOption, match=re.escape(f"did you mean `{keyword}`?")) as caught:
+        build_json_schema_grammar({"type": "object", "properties": {"a": {"type": "string", name: 1}}})
+    assert caught.value.name == f"json_schema.properties.a.{name}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("id", "unit", "units", "order", "placeholder", "markdownEnumDescriptions", "ui:widget", "ui:items", "tsType"),
+        *("components", "note", "notes", "cost", "multiple", "label", "x-items", "_meta", "anything", "Größe"),
+    ],
+)
+def test_an_unknown_name_is_an_annotation(name):
+    value = {"type": "integer", "maximun": 1, "$id": "x", "required": ["a"]}  # means nothing in an annotation
+    schema = {"type": "object", "properties": {"a": {"type": "string", name: value}}, "required": ["a"], name: value}
+    grammar = build_json_schema_grammar(schema)
+    assert accepts(grammar, '{"a": "x"}')
+    assert not accepts(grammar, '{"a": 1}')
+
+
+def test_annotations_do_not_change_not_and_names():
+    schema = {"not": {"type": "null", "unit": "kg"}, "type": ["object", "null"]}
+    names = {"propertyNames": {"enum": ["a"], "unit": "kg"}}
+    grammar = build_json_schema_grammar({**schema, **names})
+    assert accepts(grammar, '{"a": 1}')
+    assert not accepts(grammar, '{"b": 1}')
+    assert not accepts(grammar, "null")
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"if": {"required": ["a"]}},
+        {"then": False, "else": False},
+        {"if": {"required": ["a"]}, "then": {}, "else": True},
+        {"contains": {"type": "string"}, "minContains": 0},
+        {"minContains": 2, "maxContains": 0},
+        *({name: {}} for name in ("dependentSchemas", "dependentRequired", "dependencies")),
+        {"dependentSchemas": {"a": True}, "dependentRequired": {"a": []}},
+    ],
+    ids=str,
+)
+def test_a_keyword_without_effect_is_accepted(keywords):
+    grammar = build_json_schema_grammar({"type": ["object", "array"], **keywords})
+    validator = jsonschema.Draft202012Validator(keywords)
+    for instance in ({"a": 1}, {}, [1], ["a", "b"]):
+        assert validator.is_valid(instance)
+        assert accepts(grammar, json.dumps(instance))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"contains": {"const": 1}, "minContains": 0, "unevaluatedItems": False},
+        {"if": {"properties": {"a": {}}}, "unevaluatedProperties": False},
+        {"contains": {"const": 1}, "minContains": 0, "$schema": "http://json-schema.org/draft-07/schema#"},
+    ],
+)
+def test_a_keyword_whose_effect_depends_on_others_is_rejected(schema):
+    with pytest.raises(UnsupportedOption):
+        build_json_schema_grammar(schema)
 
 
 def test_property_names_and_values_are_not_keywords():

@@ -90,6 +90,7 @@ PYDANTIC: list[tuple[Any, Any, Any]] = [
     (dict[Annotated[str, Field(min_length=1, max_length=3)], int], {"ab": 1}, {"abcd": 1}),
     (dict[Annotated[str, Field(pattern="^a")], int], {"ab": 1}, {"ab": "x"}),
     (dict[int, str], {"1": "x"}, {"1": 1}),
+    (Annotated[float, Field(json_schema_extra={"unit": "kg"})], 1.5, "1.5"),
     (dict[datetime.date, int], {"2024-02-29": 1}, {"2024-02-29": "x"}),
     (pathlib.Path, "/tmp/x", 5),
     (pydantic.FilePath, "x.txt", None),
@@ -249,6 +250,16 @@ ZOD: dict[str, tuple[Any, Any, Any]] = {
         },
         {"a": "x", "b": 1},
         {"a": "x"},
+    ),
+    "registered schema": (
+        {
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/U"}},
+            "required": ["a"],
+            "$defs": {"U": {"id": "U", "type": "string", "placeholder": "x"}},
+        },
+        {"a": "x"},
+        {"a": 1},
     ),
     "described reference": (
         {

@@ -9,6 +9,7 @@ The keyword lists come from JSON-Schema-Test-Suite and experiments (tests/chat/c
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -50,16 +51,32 @@ ENFORCED_KEYWORDS = (SCHEMA_KEYWORDS | SCHEMA_LIST_KEYWORDS | SCHEMA_MAP_KEYWORD
     *("type", "enum", "const", "$ref", "required", "format", "pattern", "multipleOf", "uniqueItems", "nullable"),
     *BOUND_KEYWORDS,
 }
-# Documentation and identification; they constrain nothing.
-ANNOTATION_KEYWORDS = frozenset(
+# Keywords of the drafts, and of other schema languages and validators, that decide which instances are valid. All other
+# names are annotations: `then`, `else`, `minContains` and `maxContains` have no effect without `if` and `contains`.
+UNENFORCED_KEYWORDS = frozenset(
     {
-        *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
-        *("contentEncoding", "contentMediaType", "contentSchema", "discriminator", "externalDocs", "xml"),
-        *("markdownDescription", "enumNames", "enumDescriptions", "errorMessage", "propertyOrdering"),
-        *("$comment", "$schema", "$vocabulary", "$id", "$anchor"),
-        *("$dynamicAnchor", "$recursiveAnchor"),  # no other than `$anchor` without `$dynamicRef`, which is rejected
+        *("if", "contains", "dependencies", "dependentRequired", "dependentSchemas", "propertyDependencies"),
+        *("$dynamicRef", "$recursiveRef", "disallow", "divisibleBy", "extends"),
     }
 )
+FOREIGN_KEYWORDS = frozenset(
+    {
+        *("formatMinimum", "formatMaximum", "formatExclusiveMinimum", "formatExclusiveMaximum"),
+        *("instanceof", "typeof", "uniqueItemProperties", "patternRequired", "allRequired", "anyRequired"),
+        *("oneRequired", "deepRequired", "deepProperties", "prohibited", "optionalProperties", "elements", "bsonType"),
+    }
+)
+DEPENDENT_KEYWORDS = frozenset({"dependencies", "dependentRequired", "dependentSchemas"})
+# Unknown names that are probably misspelled keywords are errors. Short ones must agree except for case and signs:
+# `note` is an annotation. So is a name with a prefix (`x-items`, `ui:items`).
+MIN_SIMILAR_LETTERS, MIN_SIMILARITY = 6, 0.85
+PLAIN_NAME = re.compile(r"(?!x-)\$?[A-Za-z][A-Za-z_-]*")
+KEYWORD_LETTERS = {
+    keyword: keyword.removeprefix("$").lower()
+    for keyword in sorted(
+        (ENFORCED_KEYWORDS - DEFINITION_KEYWORDS) | UNENFORCED_KEYWORDS | {"then", "else", "minContains", "maxContains"}
+    )
+}
 NAME_LIST_KEYWORDS = frozenset({"type", "enum", "const", "$ref", "anyOf", "allOf", *DEFINITION_KEYWORDS})
 
 # Control characters need \u escapes, which are not allowed (see grammar.JSON_GRAMMAR_OPTIONS); llguidance drops them.
@@ -388,7 +405,7 @@ class SchemaRewriter:
         if values is not None:
             # More than `enum` and `const` may decide which names are allowed.
             keywords = {key for part in iter_in_place(names, self.resolve) for key in part}
-            if unenforced := sorted(keywords - NAME_LIST_KEYWORDS - ANNOTATION_KEYWORDS):
+            if unenforced := sorted((keywords & ENFORCED_KEYWORDS) - NAME_LIST_KEYWORDS):
                 raise UnsupportedOption(f"{where}.{unenforced[0]}", "cannot be enforced beside a list of names")
             allowed = [value for value in values if isinstance(value, str)]
             if "patternProperties" in result:
@@ -414,7 +431,7 @@ class SchemaRewriter:
         schema = follow_references(schema, self.resolve)
         if schema is True:
             return None
-        keywords = {key: value for key, value in schema.items() if key not in {"type", *ANNOTATION_KEYWORDS}}
+        keywords = {key: value for key, value in schema.items() if key in ENFORCED_KEYWORDS - {"type"}}
         if "format" in keywords:
             name = str(keywords.pop("format"))
             pattern = NAME_FORMAT_PATTERNS.get(name)
@@ -462,15 +479,51 @@ def _check_keywords(schema: dict[str, Any], where: str, draft: int) -> None:
     for key in schema:
         if key == "x-guidance":
             raise UnsupportedOption(f"{where}.{key}", "it would change the interpretation of the whole schema")
-        is_known = key in ENFORCED_KEYWORDS or key in ANNOTATION_KEYWORDS or (key == "id" and draft == 4)
-        if not is_known and not key.startswith("x-"):
+        if key in UNENFORCED_KEYWORDS | FOREIGN_KEYWORDS and _has_effect(schema, key, draft):
             raise UnsupportedOption(f"{where}.{key}", "this keyword cannot be enforced")
+        if (keyword := _find_misspelled_keyword(key)) is not None:
+            raise UnsupportedOption(f"{where}.{key}", f"is not a keyword; did you mean `{keyword}`?")
     _check_shapes(schema, where)
     _check_values(schema, where)
     minimum, enforceable = schema.get("minProperties", 0), max(1, len(schema.get("required", ())))
     if isinstance(minimum, int | float) and minimum > enforceable:
         # The model may repeat a name, which then counts once.
         raise UnsupportedOption(f"{where}.minProperties", f"more than {enforceable} needs as many names in `required`")
+
+
+def _has_effect(schema: dict[str, Any], key: str, draft: int) -> bool:
+    """Return whether a keyword that cannot be enforced may decide which instances are valid."""
+    if any(name.startswith("unevaluated") for name in schema):  # what the keyword matches is evaluated
+        return True
+    if key == "if":
+        return any(schema.get(name, True) not in (True, {}) for name in ("then", "else"))
+    if key == "contains":
+        return draft <= 7 or schema.get("minContains", 1) != 0 or "maxContains" in schema
+    if key in DEPENDENT_KEYWORDS and isinstance(schema[key], dict):
+        return any(value not in (True, {}, []) for value in schema[key].values())
+    return True
+
+
+def _find_misspelled_keyword(name: str) -> str | None:
+    """Return the keyword that an unknown name probably means.
+
+    >>> _find_misspelled_keyword("min_length"), _find_misspelled_keyword("requried"), _find_misspelled_keyword("unit")
+    ('minLength', 'required', None)
+    """
+    if name in KEYWORD_LETTERS or not PLAIN_NAME.fullmatch(name):
+        return None
+    letters = re.sub("[^a-z]", "", name.lower())
+    similar = {
+        keyword_letters: keyword
+        for keyword, keyword_letters in KEYWORD_LETTERS.items()
+        if letters == keyword_letters
+        or (
+            min(len(letters), len(keyword_letters)) >= MIN_SIMILAR_LETTERS
+            and abs(len(letters) - len(keyword_letters)) <= 1
+        )
+    }
+    nearest = difflib.get_close_matches(letters, similar, n=1, cutoff=MIN_SIMILARITY)
+    return similar[nearest[0]] if nearest else None
 
 
 def _check_shapes(schema: dict[str, Any], where: str) -> None:
@@ -625,7 +678,7 @@ def _rewrite_not(schema: dict[str, Any], result: dict[str, Any], where: str) -> 
     """Write `not` as other types; return False if nothing matches the schema."""
     negated = schema.get("not", False)
     if isinstance(negated, dict):
-        negated = {key: value for key, value in negated.items() if key not in ANNOTATION_KEYWORDS} or True
+        negated = {key: value for key, value in negated.items() if key in ENFORCED_KEYWORDS} or True
     if isinstance(negated, bool):
         return not negated
     if set(negated) != {"type"}:

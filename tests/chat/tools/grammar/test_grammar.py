@@ -224,10 +224,10 @@ def test_if_markers_are_control_tokens_the_grammar_requires_the_tokens(recorded:
 
 
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
-@pytest.mark.parametrize("keyword", ["contains", "if", "dependentRequired"])
+@pytest.mark.parametrize("keyword", ["contains", "$dynamicRef", "dependentRequired"])
 def test_a_keyword_that_no_grammar_enforces_is_rejected_by_name(family: str, keyword: str) -> None:
     offered = build_tools(x={"type": "array", "items": {keyword: True}}, contains={"enum": [{"if": 1}]})
-    with pytest.raises(UnsupportedOption, match=rf"tools\.f\.parameters\.properties\.x\.items\.{keyword}"):
+    with pytest.raises(UnsupportedOption, match=re.escape(f"tools.f.parameters.properties.x.items.{keyword}")):
         build_grammar(family, offered=offered)
 
 
