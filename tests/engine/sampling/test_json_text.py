@@ -6,6 +6,7 @@ import json
 from random import Random
 from typing import Any, Literal
 
+import jsonschema
 import pytest
 
 from afterglow.chat.constraints.grammar import build_json_schema_grammar
@@ -284,6 +285,72 @@ def test_numbers_have_a_bounded_length(schema: Any, text: str, allowed: bool) ->
 
 def test_digits_of_other_grammars_are_not_limited() -> None:
     assert accepts("start: /[0-9]+/", LONG)
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "string", "pattern": "^[0-9]+-[0-9]+$"}, f"{LONG}-{LONG}"),
+        ({"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?$"}, f"{LONG}.{LONG}"),
+        ({"type": "string", "pattern": "^[0-9]+, [0-9]+$"}, f"{LONG}, {LONG}"),
+        ({"type": "string", "pattern": "^0x[0-9A-F]{40}$"}, f"0x{LONG}"),
+        ({"type": "string", "pattern": "^[0-9]{10,40}/[0-9]{4}$"}, f"{LONG}/2024"),
+        ({"type": "string", "pattern": '^"[0-9]+,[0-9]+$'}, f'"{LONG},1'),
+        ({"type": "string", "format": "date-time"}, f"2024-02-29T10:00:00.{LONG}Z"),
+        ({"enum": [f"{LONG}-a", f"{LONG[:MAX_INTEGER_DIGITS]}-b"]}, f"{LONG}-a"),
+        (unique({"type": "string", "pattern": "^[0-9]+,$"}), [f"{LONG},", f"{LONG}1,"]),
+        (
+            {
+                "type": "object",
+                "properties": {LONG: {"type": "null"}, f"{LONG[:MAX_INTEGER_DIGITS]}:": {"type": "integer"}},
+                "additionalProperties": False,
+            },
+            {LONG: None, f"{LONG[:MAX_INTEGER_DIGITS]}:": 1},
+        ),
+    ],
+)
+def test_digits_in_strings_are_not_limited(schema: Any, value: Any) -> None:
+    jsonschema.Draft202012Validator(schema).validate(value)
+    assert accepts(build_json_schema_grammar(schema), json.dumps(value, separators=(",", ":")))
+
+
+def test_digits_in_unquoted_texts_are_not_limited() -> None:
+    number = {"json_schema": {"type": "integer"}}
+    call = {"lark_grammar": 'start: "<a>" PHONE "</a><b>" @number "</b>"\nPHONE: /[0-9]+-[0-9]+/'}
+    grammar = json.dumps({"grammars": [call, {"name": "number", **number}]})
+    assert accepts(grammar, f"<a>{LONG}-1</a><b>12</b>")
+    assert not accepts(grammar, f"<a>{LONG}-1</a><b>{LONG}</b>")
+
+
+@pytest.mark.parametrize("prose", ['5" pipe', '"a', 'ends with "', '"""'])
+def test_quotes_in_prose_do_not_lift_the_limit_of_numbers(prose: str) -> None:
+    rules = {"lark_grammar": 'start: prose @answer\nprose[suffix="</a>"]: /(.|\n)*/'}
+    grammar = json.dumps({"grammars": [rules, {"name": "answer", "json_schema": {"type": "object"}}]})
+    assert accepts(grammar, prose + '</a>{"a":1}')
+    assert not accepts(grammar, f'{prose}</a>{{"a":{LONG}}}')
+    assert not accepts(grammar, f'{prose}</a>{{"a":"\\"","b":{LONG}}}')
+
+
+def test_a_trigger_may_end_inside_a_string() -> None:
+    arguments = {"type": "object", "properties": {"n": {}, "s": {"pattern": "^[0-9]+-$"}}}
+    others = [{"name": "arguments", "json_schema": arguments}]
+    grammar = json.dumps({"grammars": [{"lark_grammar": 'start: "f\\", " @arguments "}"'}, *others]})
+    constraint = GrammarConstraint(triggers=((b'{"name": "', grammar),))
+    start = b'{"name": "f", '
+    for text, is_allowed in (
+        (b'{"n":' + LONG.encode(), False),
+        (b'{"s":"' + LONG.encode(), True),
+        (b'{"n":"","s":"' + LONG.encode(), True),
+    ):
+        matcher = BYTES.compile(constraint)
+        for byte in start + text[:-1]:
+            allowed = matcher.get_allowed_tokens()
+            if allowed is not None and byte not in allowed:
+                break
+            matcher.accept(byte)
+        else:
+            allowed = matcher.get_allowed_tokens()
+        assert (allowed is not None and text[-1] in allowed) is is_allowed
 
 
 @pytest.mark.parametrize("compiler", [BYTES, MERGED], ids=["bytes", "merged"])

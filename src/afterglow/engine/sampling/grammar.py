@@ -105,11 +105,11 @@ class CompiledGrammar:
         if self._is_json:
             piece_index.prepare(unique_items=self._probe is not None)
 
-    def start(self) -> GrammarPosition:
-        """Return the position at the beginning of the grammar."""
+    def start(self, trigger: bytes = b"") -> GrammarPosition:
+        """Return the position at the beginning of the grammar, after the text of its trigger."""
         limiters: list[NumberLimiter | UniqueItemLimiter] = []
         if self._is_json:  # first: an item must become unique with the digits that are left
-            limiters.append(NumberLimiter(self._piece_index))
+            limiters.append(NumberLimiter(self._piece_index, trigger))
         if self._probe is not None:
             limiters.append(UniqueItemLimiter(self._piece_index, self._tokenizer, self._probe.deep_copy()))
         return GrammarPosition(self._matcher.deep_copy(), limiters, len(self._piece_index.pieces))
@@ -249,7 +249,7 @@ class GrammarMatcher:
         piece = self._token_bytes.pieces[token]
         if (trigger := self._trigger_matcher.feed(piece)) is None:
             return
-        self._active = self._grammars[trigger].start()
+        self._active = self._grammars[trigger].start(trigger)
         remainder = piece[self._trigger_matcher.match_end :]
         if remainder and not self._active.accept(self._tokenizer.tokenize_bytes(remainder)):
             self._wait_for_trigger()  # the text contains the trigger by chance

@@ -28,6 +28,7 @@ MAX_INTEGER = 2**63 - 1
 MAX_INTEGER_DIGITS, MAX_FRACTION_DIGITS, MAX_EXPONENT_DIGITS = 19, 17, 2
 NUMBER = re.compile(rb"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 NUMBER_START, NUMBER_BYTES = b"-" + DIGITS, b"+-.eE" + DIGITS
+NEVER_AFTER_NUMBER = b'"/:_xA'  # bytes that follow no number, in JSON and in the formats of tool calls
 NUMBER_END = re.compile(rb"((?<=[0-9])(?:\.|[eE][+-]?)|)([0-9]*)$")  # matches every text
 ZERO_WITH_EXPONENT = re.compile(rb"-?0(\.0*)?[eE]0*")
 MAX_SEARCH_NODES = 400  # per step, to find out which tokens leave only repetitions: about 0.1 s
@@ -98,6 +99,10 @@ class PieceIndex:
             end += 1
         return order[start:end]
 
+    def find_single_bytes(self, texts: bytes) -> list[int]:
+        """Return the tokens of single bytes."""
+        return [self.tokens[bytes([code])] for code in texts if bytes([code]) in self.tokens]
+
     def drop_long_numbers(self, tokens: NDArray[np.intp], text: bytes) -> NDArray[np.intp]:
         """Return the tokens without digits that would make the number at the end of a text too long.
 
@@ -124,24 +129,45 @@ class PieceIndex:
 
 
 class NumberLimiter:
-    """Ends numbers that get too long: models may otherwise generate digits until `max_tokens`."""
+    """Ends numbers that get too long: models may otherwise generate digits until `max_tokens`.
 
-    def __init__(self, index: PieceIndex) -> None:
+    It follows the quotes of the text to know where strings are. `preceding` is text before the grammar, of a trigger.
+    """
+
+    def __init__(self, index: PieceIndex, preceding: bytes = b"") -> None:
         self._index = index
-        self._text_tokens = [[index.tokens[text]] for text in (b'"', b"x") if text in index.tokens]
+        self._text_tokens = index.find_single_bytes(NEVER_AFTER_NUMBER)
+        self._minus, self._newline = index.find_single_bytes(b"-"), index.find_single_bytes(b"\n")
         self._tail = b""
+        self._in_string = self._is_escaped = False
+        self._read(preceding)
 
     def feed(self, token: int) -> None:
         """Advance by a token of the completion."""
-        self._tail = (self._tail + self._index.pieces[token])[-64:]
+        piece = self._index.pieces[token]
+        if not piece:  # a control token is in no string
+            self._in_string = self._is_escaped = False
+        self._read(piece)
+
+    def _read(self, text: bytes) -> None:
+        self._tail = (self._tail + text)[-64:]
+        for code in text:
+            self._in_string, self._is_escaped = read_string_byte(bytes([code]), self._in_string, self._is_escaped)
 
     def restrict(self, tokens: NDArray[np.intp], matcher: llguidance.LLMatcher) -> NDArray[np.intp]:
         """Return the allowed tokens without digits that would make the current number too long."""
+        if self._in_string and has_any(tokens, self._newline):  # the quote was in text outside of JSON
+            self._in_string = self._is_escaped = False
+        if self._in_string:
+            return tokens
         others = self._index.drop_long_numbers(tokens, self._tail)
-        # In a string, a quote or a letter can follow; the digits of a string are not limited.
-        if len(others) == len(tokens) or any(map(matcher.validate_tokens, self._text_tokens)):
+        if len(others) < len(tokens) and self._is_in_other_text(tokens):
             return tokens
         return others
+
+    def _is_in_other_text(self, tokens: NDArray[np.intp]) -> bool:
+        """Return whether the end of the text looks like a number outside of JSON, as in an unquoted argument."""
+        return has_any(tokens, self._text_tokens + (self._minus if self._tail[-1:] in DIGITS else []))
 
 
 @dataclass(slots=True)
@@ -194,8 +220,7 @@ class ItemReader:
 
     def _feed_string(self, byte: bytes) -> None:
         self.text += byte
-        self.in_string = byte != b'"' or self.is_escaped
-        self.is_escaped = byte == b"\\" and not self.is_escaped
+        self.in_string, self.is_escaped = read_string_byte(byte, self.in_string, self.is_escaped)
         if not self.in_string and self.depth == 0:
             self._complete()
 
@@ -230,6 +255,17 @@ class ItemReader:
         number = normalize_number(self.number) if is_complete else None
         found = (NUMBER.match(text, len(prefix)) for text in self.texts if text.startswith(prefix))
         return any(other is not None and number in (None, other[0]) for other in found)
+
+
+def read_string_byte(byte: bytes, in_string: bool, is_escaped: bool) -> tuple[bool, bool]:
+    """Return whether JSON text is in a string after a byte, and whether the next byte there is escaped.
+
+    >>> read_string_byte(b'"', True, False), read_string_byte(b'"', True, True)
+    ((False, False), (True, False))
+    """
+    if not in_string:
+        return byte == b'"', False
+    return byte != b'"' or is_escaped, byte == b"\\" and not is_escaped
 
 
 def normalize_number(text: bytes) -> bytes:
@@ -387,6 +423,15 @@ class UniqueItemLimiter:
             pending.extend((suspect, after, position) for suspect in suspects)
         dead_ends |= visited
         return False
+
+
+def has_any(tokens: NDArray[np.intp], wanted: Sequence[int]) -> bool:
+    """Return whether an ascending array contains any of a few tokens.
+
+    >>> has_any(np.array([2, 5]), [3, 5]), has_any(np.array([2, 5]), [3, 6])
+    (True, False)
+    """
+    return bool((np.searchsorted(tokens, wanted) < np.searchsorted(tokens, wanted, "right")).any())
 
 
 def get_allowed_tokens(matcher: llguidance.LLMatcher, token_count: int) -> NDArray[np.intp]:
