@@ -22,6 +22,7 @@ VALUES = st.sampled_from([None, True, False, 0, 1, -1, 2.5, "", "a", "ab", "1", 
 ANNOTATIONS = st.sampled_from(
     [{}, {}, {"title": "x"}, {"format": "path"}, {"x-order": 1}, {"default": 1}, {"contentMediaType": "text/plain"}]
 )
+NUMBER = {"type": "number"}
 FORMATS = st.sampled_from(["date", "time", "ipv4", "uuid", "uuid4", "email", "unknown"])
 PATTERNS = st.sampled_from(["^[ab]{1,3}$", "x", "^$", "^(?!\\.)[.a]{2}$"])
 
@@ -88,7 +89,15 @@ def compounds(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> dict[str, Any]:
         case "record":
             return {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": draw(inner)}
         case "names":
-            names = draw(st.sampled_from([{"enum": ["a", "b"]}, {"pattern": "^k"}, {"maxLength": 2}, {"const": "x"}]))
+            names = draw(
+                st.sampled_from(
+                    [
+                        *({"enum": ["a", "b"]}, {"pattern": "^k"}, {"maxLength": 2}, {"const": "x"}, {"not": NUMBER}),
+                        *({"pattern": "^[ab]*$", "minLength": 1, "maxLength": 2}, {"format": "ipv4"}),
+                        {"anyOf": [{"const": "a"}, {"pattern": "^[bc]+$"}, {"type": "null"}]},
+                    ]
+                )
+            )
             return {"type": "object", "propertyNames": names, "additionalProperties": draw(inner)}
         case "any":
             return {"anyOf": draw(st.lists(inner, min_size=1, max_size=3)), "description": "x"}

@@ -92,6 +92,9 @@ PYDANTIC: list[tuple[Any, Any, Any]] = [
     (dict[int, str], {"1": "x"}, {"1": 1}),
     (Annotated[float, Field(json_schema_extra={"unit": "kg"})], 1.5, "1.5"),
     (dict[datetime.date, int], {"2024-02-29": 1}, {"2024-02-29": "x"}),
+    (dict[ipaddress.IPv4Address, int], {"10.0.0.1": 1}, {"10.0.0.1": "x"}),
+    (dict[pydantic.AnyUrl, int], {"https://example.org": 1}, {"https://example.org": "x"}),
+    (dict[datetime.timedelta, int], {"P1DT2H": 1}, {"P1DT2H": "x"}),
     (pathlib.Path, "/tmp/x", 5),
     (pydantic.FilePath, "x.txt", None),
     (bytes, "abc", ["abc"]),
@@ -151,6 +154,15 @@ ZOD: dict[str, tuple[Any, Any, Any]] = {
     "record of pattern": (
         {"type": "object", "propertyNames": {"type": "string", "pattern": "^k[0-9]$"}, "additionalProperties": NUMBER},
         {"k1": 1},
+        {"x": 1},
+    ),
+    "record of uuid": (
+        {
+            "type": "object",
+            "propertyNames": {"type": "string", "format": "uuid", "pattern": "^[0-9a-f]{8}-[0-9a-f-]{27}$"},
+            "additionalProperties": NUMBER,
+        },
+        {UUID4: 1},
         {"x": 1},
     ),
     "record of never": ({"type": "object", "additionalProperties": {"not": {}}}, {}, {"a": 1}),
@@ -535,12 +547,142 @@ def test_alternatives_that_are_both_nullable_overlap() -> None:
         build_json_schema_grammar({"oneOf": members})
 
 
+NAME_FORMATS = {
+    # (allowed names, forbidden names)
+    "ipv4": (["10.0.0.1", "255.249.100.0"], ["10.0.0.256", "10.0.0", "10.0.0.01"]),
+    "ipv6": (
+        ["::", "::1", "1::", "2001:db8::ff00:42:8329", "1:2:3:4:5:6:7:8"],
+        ["1::2::3", ":1", "12345::", "::1%eth1"],
+    ),
+    "duration": (["P1D", "PT36H", "P1Y2M3DT4H5M6S", "P2W"], ["P", "PT", "1D", "P1D2W", "P1DT"]),
+    "email": (["a@example.org", "a.b+c@x"], ["a", "a..b@example.org", ".a@example.org", "a@-b"]),
+    "hostname": (["example.org", "x", "a-b.c"], ["-a", "a-", "a..b", f"{'a' * 64}.org", ""]),
+    "uri": (
+        ["https://example.org/a?b=c#d", "urn:a:b", "http://u@[::1]:80/", "a:"],
+        ["example.org", "http://a b", ":a", "a:<"],
+    ),
+    "uuid": ([UUID4], [UUID4[:-1], f"{UUID4}0"]),
+}
+
+
+@pytest.mark.parametrize("name", NAME_FORMATS)
+def test_a_format_of_names_is_enforced(name: str) -> None:
+    schema = {"propertyNames": {"type": "string", "format": name}, "type": "object", "additionalProperties": NUMBER}
+    grammar, allowed, forbidden = build_json_schema_grammar(schema), *NAME_FORMATS[name]
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    for text in allowed:
+        assert accepts(grammar, json.dumps({text: 1}))
+        assert validator.is_valid({text: 1})
+    for text in forbidden:
+        assert not accepts(grammar, json.dumps({text: 1}))
+    for seed in range(10):
+        generated = generate(grammar, Random(seed), max_tokens=300)
+        assert generated is None or validator.is_valid(json.loads(generated)), generated
+
+
+@pytest.mark.parametrize("type", [ipaddress.IPv4Address, ipaddress.IPv6Address, uuid.UUID])
+def test_pydantic_accepts_the_generated_keys_of_a_dictionary(type: Any) -> None:
+    adapter = TypeAdapter(dict[type, bool])
+    grammar = build_json_schema_grammar(adapter.json_schema())
+    for seed in range(8):
+        text = generate(grammar, Random(seed), max_tokens=300)
+        assert text is None or adapter.validate_json(text) is not None
+
+
+def test_a_complete_pattern_beside_a_format_of_names_is_enforced_alone() -> None:
+    """Generators write both; no grammar intersects patterns of names."""
+    for name, pattern, allowed in (("email", ZOD_EMAIL, "a.b@example.org"), ("ipv4", "^[0-9.]+$", "10.0.0.1")):
+        names = {"type": "string", "format": name, "pattern": pattern}
+        grammar = build_json_schema_grammar({"type": "object", "propertyNames": names})
+        assert accepts(grammar, json.dumps({allowed: 1}))
+        assert not accepts(grammar, json.dumps({"..": 1} if name == "email" else {"a": 1}))
+
+
 @pytest.mark.parametrize(
-    "keywords", [{"format": "ipv4"}, *({"format": name, "pattern": "^2"} for name in ("date", "uuid4"))]
+    "names",
+    [
+        {"format": "date", "pattern": "^2"},
+        {"format": "uuid4", "pattern": "0"},
+        {"pattern": "^a", "allOf": [{"pattern": "b$"}]},
+        {"pattern": "^a.*b$", "maxLength": 5},
+        {"pattern": "^[a-z]{3}$", "maxLength": 2},
+    ],
 )
-def test_formats_of_names_are_enforced_or_rejected(keywords: dict[str, str]) -> None:
-    with pytest.raises(UnsupportedOption, match="format"):
-        build_json_schema_grammar({"type": "object", "propertyNames": {"type": "string", **keywords}})
+def test_names_with_several_patterns_are_rejected(names: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedOption) as caught:
+        build_json_schema_grammar({"type": "object", "propertyNames": {"type": "string", **names}})
+    assert caught.value.name == "json_schema.propertyNames"
+
+
+NAME_SCHEMAS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    # (schema of names, allowed names, forbidden names)
+    ({"anyOf": [{"enum": ["a"]}, STRING]}, ["a", "bc", ""], []),
+    ({"anyOf": [STRING, NUMBER]}, ["a", "1"], []),
+    ({"oneOf": [STRING, {"type": "null"}]}, ["a"], []),
+    ({"not": NUMBER}, ["a", "1"], []),
+    ({"not": STRING}, [], ["a"]),
+    ({"not": {"minimum": 5, "type": "integer"}, "minimum": 3, "items": False, "required": ["a"]}, ["a"], []),
+    ({"type": ["string", "null"], "maxLength": 1}, ["", "ü"], ["ab"]),
+    (
+        {"anyOf": [{"enum": ["a", "b.c"]}, {"pattern": "^x"}, {"type": "integer"}]},
+        ["a", "b.c", "x1"],
+        ["ab", "bxc", ""],
+    ),
+    ({"anyOf": [{"maxLength": 1}, {"pattern": "^[0-9]+$", "minLength": 3}]}, ["a", "123"], ["ab", "12"]),
+    ({"oneOf": [{"const": "a", "description": "x"}, {"const": "b"}]}, ["a", "b"], ["c"]),
+    ({"anyOf": [{"const": "a"}, {"const": 1}]}, ["a"], ["1"]),
+    ({"anyOf": [{"enum": [1, None]}, {"pattern": "^a"}]}, ["a"], ["", "1"]),
+    ({"anyOf": [{"enum": ["b"], "const": "c"}, {"pattern": "^a"}]}, ["a"], ["", "b", "c"]),
+    ({"pattern": "^[a-z]*$", "minLength": 2}, ["ab", "abc"], ["a", "A1"]),
+    ({"pattern": r"^\d{2,}$", "minLength": 1, "maxLength": 3}, ["12", "123"], ["1", "1234", "ab"]),
+    ({"pattern": "^x-.*", "minLength": 1}, ["x-", "x-a"], ["", "a"]),
+    ({"pattern": "^[a-z]$", "allOf": [{"minLength": 1.0}]}, ["a"], ["", "ab"]),
+    ({"allOf": [{"minLength": 2}, {"maxLength": 3}]}, ["ab", "abc"], ["a", "abcd"]),
+    ({"$ref": "#/$defs/K", "maxLength": 2}, ["ab"], ["abc", "A"]),
+]
+
+
+@pytest.mark.parametrize(("names", "allowed", "forbidden"), NAME_SCHEMAS)
+def test_a_schema_of_names_is_enforced(names: Any, allowed: list[str], forbidden: list[str]) -> None:
+    definitions = {"$defs": {"K": {"type": "string", "pattern": "^[a-z]+$"}}}
+    schema = {"type": "object", "propertyNames": names, "additionalProperties": NUMBER, **definitions}
+    grammar = build_json_schema_grammar(schema)
+    assert accepts(grammar, "{}")
+    for name in allowed:
+        assert is_valid({name: 1}, schema)
+        assert accepts(grammar, json.dumps({name: 1}, ensure_ascii=False))
+    for name in forbidden:
+        assert not is_valid({name: 1}, schema)
+        assert not accepts(grammar, json.dumps({name: 1}))
+    assert not accepts(grammar, json.dumps({name: "x" for name in allowed or ["a"]}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        (
+            TypeAdapter(dict[Annotated[str, Field(pattern="^[a-z]+$", min_length=2, max_length=3)], int]).json_schema(),
+            [{"ab": 1, "abc": 2}, {"A1": "x"}],
+            [{"ab": "x"}, {"a": 1}, {"abcd": 1}, {"A123": 1}],
+        ),
+        (
+            {"type": "object", "properties": {"a": NUMBER, "abc": NUMBER}, "propertyNames": {"maxLength": 2}},
+            [{"a": 1, "bc": "x"}],
+            [{"abc": 1}, {"a": "x"}],
+        ),
+        (
+            {"type": "object", "patternProperties": {}, "propertyNames": {"pattern": "^a"}},
+            [{"a": 1}],
+            [{"b": 1}],
+        ),
+    ],
+)
+def test_names_are_enforced_beside_other_properties(schema: Any, allowed: list[Any], forbidden: list[Any]) -> None:
+    grammar = build_json_schema_grammar(schema)
+    for value, expected in ((allowed, True), (forbidden, False)):
+        for instance in value:
+            assert is_valid(instance, schema) is expected
+            assert accepts(grammar, json.dumps(instance)) is expected
 
 
 @pytest.mark.parametrize(
@@ -555,6 +697,8 @@ def test_formats_of_names_are_enforced_or_rejected(keywords: dict[str, str]) -> 
         {"type": "integer", "format": "uint64", "minimum": []},
         {"type": "array", "items": {"enum": ["a"]}, "uniqueItems": True, "minItems": 2},
         {"type": "array", "uniqueItems": "yes"},
+        {"propertyNames": {"pattern": None}},
+        {"propertyNames": {"maxLength": -1}},
         {"type": 5},
         {"type": ["string", 5]},
         {"required": True},

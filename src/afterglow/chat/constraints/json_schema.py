@@ -17,17 +17,19 @@ from functools import partial
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
+from afterglow.chat.constraints.lark_regex import escape_regex
 from afterglow.chat.constraints.schema_analysis import (
     ALL_TYPES,
     IN_PLACE_KEYWORDS,
+    MAX_NESTED_SCHEMAS,
     JsonSchema,
     are_disjoint,
-    follow_references,
     get_types,
     iter_in_place,
     list_values,
     resolve_pointer,
 )
+from afterglow.chat.constraints.string_formats import TEXT_FORMAT_PATTERNS
 from afterglow.engine.types.constraints import UNIQUE_ITEM_PLACEHOLDER
 from afterglow.errors import InvalidArgument, UnsupportedOption
 
@@ -77,7 +79,9 @@ KEYWORD_LETTERS = {
         (ENFORCED_KEYWORDS - DEFINITION_KEYWORDS) | UNENFORCED_KEYWORDS | {"then", "else", "minContains", "maxContains"}
     )
 }
-NAME_LIST_KEYWORDS = frozenset({"type", "enum", "const", "$ref", "anyOf", "allOf", *DEFINITION_KEYWORDS})
+# Keywords that decide which property names match. A name is a string: those of other types have no effect.
+NAME_KEYWORDS = frozenset({"enum", "const", "pattern", "format", "minLength", "maxLength", "not", *APPLICATOR_KEYWORDS})
+NAME_LIST_KEYWORDS = frozenset({"enum", "const", "anyOf", "allOf"})
 
 # Control characters need \u escapes, which are not allowed (see grammar.JSON_GRAMMAR_OPTIONS); llguidance drops them.
 CONTROL_CHARACTER = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -104,7 +108,14 @@ FORMAT_PATTERNS = {
     **{f"uuid{n}": UUID_PATTERN % f"{n}[0-9a-fA-F]{{3}}-[89abAB][0-9a-fA-F]{{3}}" for n in range(1, 9)},
 }
 # Formats of property names. llguidance has no format for names: the patterns must be complete.
-NAME_FORMAT_PATTERNS = {**FORMAT_PATTERNS, "uuid": UUID_PATTERN % "[0-9a-fA-F]{4}-[0-9a-fA-F]{4}"}
+NAME_FORMAT_PATTERNS = {
+    **FORMAT_PATTERNS,
+    **TEXT_FORMAT_PATTERNS,
+    "uuid": UUID_PATTERN % "[0-9a-fA-F]{4}-[0-9a-fA-F]{4}",
+}
+COMPLETE_PATTERN = re.compile(r"\^.*(?<!\\)\$", re.DOTALL)
+# Pattern of texts of one class of characters: a length can be written into it.
+REPEATED_CHARACTER = re.compile(r"\^(\[(?:[^\]\\]|\\.)+\]|\\[dwsDWS]|\.)([*+?]|\{(\d+)\}|\{(\d+),(\d*)\}|)\$")
 # llguidance computes bounds as 64-bit floats and then as 64-bit integers: the largest float below 2^63, and the range
 # in which floats are exact integers.
 MAX_BOUND = 2**63 - 1024
@@ -126,7 +137,10 @@ _TIME = rf"T(\d+H(\d+M)?({_SECONDS})?|\d+M({_SECONDS})?|{_SECONDS})"
 EQUIVALENT_PATTERNS = {
     r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
         rf"^P(\d+W|(\d+Y(\d+M)?(\d+D)?|\d+M(\d+D)?|\d+D)({_TIME})?|{_TIME})$"
-    )
+    ),
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^([A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9-]*\.)+[A-Za-z]{2,}$"
+    ),
 }
 NEGATED_PATTERNS = {
     r"\.": r"^([^.][\s\S]*)?$",
@@ -298,7 +312,15 @@ class SchemaRewriter:
         """Write `oneOf` as `anyOf`, which is the same if no instance matches two alternatives."""
         if "oneOf" not in result:
             return
-        choices = schema["oneOf"]
+        self._check_exclusive(schema["oneOf"], where)
+        any_of = {"anyOf": result.pop("oneOf")}
+        if "anyOf" in result:
+            result["allOf"] = [*result.get("allOf", []), any_of]
+        else:
+            result.update(any_of)
+
+    def _check_exclusive(self, choices: list[JsonSchema], where: str) -> None:
+        """Raise `UnsupportedOption` unless certainly no instance matches two alternatives of `oneOf`."""
         for index, choice in enumerate(choices):
             for other in range(index):
                 if not are_disjoint(choice, choices[other], self.resolve):
@@ -307,11 +329,6 @@ class SchemaRewriter:
                         f"an instance may match both alternative {other} and {index}; use anyOf, or give them "
                         "different types or a required property with different constants",
                     )
-        any_of = {"anyOf": result.pop("oneOf")}
-        if "anyOf" in result:
-            result["allOf"] = [*result.get("allOf", []), any_of]
-        else:
-            result.update(any_of)
 
     def _has_unique_items_in_place(self, schema: dict[str, Any]) -> bool:
         """Whether every array that matches a schema has unique items: by itself, a reference or a member of `allOf`.
@@ -398,17 +415,19 @@ class SchemaRewriter:
         return False
 
     def _rewrite_property_names(self, schema: dict[str, Any], result: dict[str, Any], where: str) -> None:
-        """Write `propertyNames` as properties or as a pattern."""
-        names = schema.get("propertyNames", True)
-        values = list_values(names, self.resolve) if "string" in get_types(names, self.resolve) else []
+        """Write `propertyNames` as properties or as patterns."""
         where = f"{where}.propertyNames"
+        names = self._simplify_name_schema(schema.get("propertyNames", True), where)
+        if names is True:
+            return
+        values = list_values(names, self.resolve)
         if values is not None:
             # More than `enum` and `const` may decide which names are allowed.
             keywords = {key for part in iter_in_place(names, self.resolve) for key in part}
-            if unenforced := sorted((keywords & ENFORCED_KEYWORDS) - NAME_LIST_KEYWORDS):
+            if unenforced := sorted(keywords - NAME_LIST_KEYWORDS):
                 raise UnsupportedOption(f"{where}.{unenforced[0]}", "cannot be enforced beside a list of names")
             allowed = [value for value in values if isinstance(value, str)]
-            if "patternProperties" in result:
+            if result.get("patternProperties"):
                 raise UnsupportedOption(where, "cannot be enforced beside patternProperties")
             others = result.get("additionalProperties", True)
             properties = result.get("properties", {})
@@ -417,37 +436,37 @@ class SchemaRewriter:
                 **{name: others for name in allowed if name not in properties},
             }
             result["additionalProperties"] = False
-            return
-        pattern = self._build_name_pattern(names, where)
-        if pattern is None:
-            return
-        if "patternProperties" in result or "properties" in result:
+        elif set(names) <= {"minLength", "maxLength"}:
+            _limit_name_lengths(result, names, where)
+        elif result.get("patternProperties") or "properties" in result:
             raise UnsupportedOption(where, "cannot be enforced beside properties and patternProperties")
-        result["patternProperties"] = {pattern: result.get("additionalProperties", True)}
-        result["additionalProperties"] = False
+        else:
+            pattern = _build_name_pattern(names, where)
+            result["patternProperties"] = {pattern: result.get("additionalProperties", True)}
+            result["additionalProperties"] = False
 
-    def _build_name_pattern(self, schema: JsonSchema, where: str) -> str | None:
-        """Return the pattern of the names that match a schema; None if all do."""
-        schema = follow_references(schema, self.resolve)
-        if schema is True:
-            return None
-        keywords = {key: value for key, value in schema.items() if key in ENFORCED_KEYWORDS - {"type"}}
-        if "format" in keywords:
-            name = str(keywords.pop("format"))
-            pattern = NAME_FORMAT_PATTERNS.get(name)
-            if (pattern is None and name in STRING_FORMATS) or (pattern is not None and "pattern" in keywords):
-                raise UnsupportedOption(f"{where}.format", f"{name!r} cannot be enforced for names here")
-            if pattern is not None:
-                keywords["pattern"] = pattern
-        match sorted(keywords):
-            case []:
-                return None
-            case ["pattern"] if not LOOK_AHEAD.match(str(keywords["pattern"])):
-                return str(keywords["pattern"])
-            case ["maxLength"] | ["minLength"] | ["maxLength", "minLength"]:
-                _rewrite_counts(keywords, where)
-                return f"^(?s:.{{{keywords.get('minLength', 0)},{keywords.get('maxLength', '')}}})$"
-        raise UnsupportedOption(f"{where}.{min(keywords)}", "cannot be enforced on names")
+    def _simplify_name_schema(self, schema: JsonSchema, where: str, depth: int = MAX_NESTED_SCHEMAS) -> JsonSchema:
+        """Return a schema that matches the same strings, without references and what applies to other types."""
+        if isinstance(schema, bool):
+            return schema
+        if depth == 0:
+            raise UnsupportedOption(where, f"more than {MAX_NESTED_SCHEMAS} schemas inside each other")
+        simplify = partial(self._simplify_name_schema, where=where, depth=depth - 1)
+        if "$ref" in schema and self._draft <= 7:
+            return simplify(self.resolve(schema))
+        result = _select_name_keywords(schema, where)
+        members = [simplify(member) for member in result.pop("allOf", [])]
+        if result.pop("$ref", None) is not None:
+            members.append(simplify(self.resolve(schema)))
+        if "oneOf" in result:
+            self._check_exclusive(result["oneOf"], where)
+        for key in ("anyOf", "oneOf"):
+            if key in result:
+                members.append(_unite([simplify(choice) for choice in result.pop(key)]))
+        if "not" in result:
+            negated = simplify(result.pop("not"))
+            members.append(not negated if isinstance(negated, bool) else {"not": negated})
+        return _intersect([_may_be_string(schema), result or True, *members])
 
 
 def _list_subschemas(schema: dict[str, Any], where: str) -> list[tuple[str, JsonSchema]]:
@@ -470,6 +489,125 @@ def _map_subschemas(
         else:
             result[key] = function(value, f"{where}.{key}") if key in SCHEMA_KEYWORDS else value
     return result
+
+
+# --- property names, as `SchemaRewriter._simplify_name_schema` returns their schemas
+
+
+def _select_name_keywords(schema: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the keywords of a schema that decide which strings match."""
+    result = {key: value for key, value in schema.items() if key in NAME_KEYWORDS}
+    _rewrite_counts(result, where)
+    if not isinstance(result.get("pattern", ""), str):
+        raise InvalidArgument(f"{where}.pattern", f"must be text, not {type(result['pattern']).__name__}")
+    if str(result.get("format")) not in NAME_FORMAT_PATTERNS:
+        result.pop("format", None)
+    return result
+
+
+def _may_be_string(schema: dict[str, Any]) -> bool:
+    """Return whether the types and listed values of a schema include strings."""
+    types = schema.get("type", "string")
+    values = list_values({key: schema[key] for key in ("enum", "const") if key in schema}, lambda reference: True)
+    is_listed = values is None or any(isinstance(value, str) for value in values)
+    return is_listed and "string" in ([types] if isinstance(types, str) else types)
+
+
+def _unite(schemas: list[JsonSchema]) -> JsonSchema:
+    """Return the schema that matches what any of the schemas matches."""
+    if True in schemas:
+        return True
+    possible = [schema for schema in schemas if schema is not False]
+    return {"anyOf": possible} if len(possible) > 1 else possible[0] if possible else False
+
+
+def _intersect(schemas: list[JsonSchema]) -> JsonSchema:
+    """Return the schema that matches what all of the schemas match."""
+    if False in schemas:
+        return False
+    members = [schema for schema in schemas if schema is not True]
+    members = [member for schema in members for member in schema.get("allOf", [schema])]
+    return {"allOf": members} if len(members) > 1 else members[0] if members else True
+
+
+def _limit_name_lengths(result: dict[str, Any], lengths: dict[str, int], where: str) -> None:
+    """Forbid names of other lengths. No pattern of other properties may match such a name: llguidance compares them."""
+    low, high = lengths.get("minLength", 0), lengths.get("maxLength")
+    patterns = {
+        _limit_pattern_length(pattern, low, high, where): value
+        for pattern, value in result.get("patternProperties", {}).items()
+    }
+    if low > 0:
+        patterns[f"^(?s:.{{0,{low - 1}}})$"] = False
+    if high is not None:
+        patterns[f"^(?s:.{{{high + 1},}})$"] = False
+    result["patternProperties"] = patterns
+
+
+def _build_name_pattern(schema: dict[str, Any], where: str) -> str:
+    """Return the pattern of the names that match a schema. llguidance cannot intersect patterns of names."""
+    patterns: set[str] = set()
+    low, high = 0, None
+    for part in schema.get("allOf", [schema]):
+        if unenforced := sorted(set(part) - NAME_KEYWORDS | set(part) & {"not", "allOf"}):
+            raise UnsupportedOption(f"{where}.{unenforced[0]}", "cannot be enforced on names")
+        patterns.update(_list_name_patterns(part, where))
+        low = max(low, part.get("minLength", 0))
+        high = min((value for value in (high, part.get("maxLength")) if value is not None), default=None)
+    if len(patterns) > 1:
+        raise UnsupportedOption(where, "several patterns or formats of names cannot be enforced together")
+    if not patterns:
+        return f"^(?s:.{{{low},{'' if high is None else high}}})$"
+    return _limit_pattern_length(patterns.pop(), low, high, where)
+
+
+def _list_name_patterns(schema: dict[str, Any], where: str) -> list[str]:
+    """Return patterns of which the names that match a schema match all, apart from their lengths."""
+    patterns = []
+    if "anyOf" in schema:
+        patterns.append("|".join(f"(?:{_build_name_pattern(choice, where)})" for choice in schema["anyOf"]))
+    values = list_values(schema, lambda reference: True) if {"enum", "const"} & set(schema) else None
+    if values is not None:
+        patterns.append(f"^(?:{'|'.join(escape_regex(value) for value in values if isinstance(value, str))})$")
+    own_pattern = schema.get("pattern", "")
+    if own_pattern:
+        own_pattern = EQUIVALENT_PATTERNS.get(own_pattern, own_pattern)
+        if LOOK_AHEAD.match(own_pattern):
+            raise UnsupportedOption(f"{where}.pattern", "look-around cannot be enforced on names")
+        patterns.append(own_pattern)
+    # A pattern of the complete text says more exactly what the author means by the format.
+    if "format" in schema and not COMPLETE_PATTERN.fullmatch(own_pattern):
+        patterns.append(NAME_FORMAT_PATTERNS[schema["format"]])
+    return patterns
+
+
+def _limit_pattern_length(pattern: str, low: int, high: int | None, where: str) -> str:
+    """Return the pattern of the texts within a length that match a pattern.
+
+    >>> _limit_pattern_length("^[a-z]+$", 0, 3, "names")
+    '^[a-z]{1,3}$'
+    """
+    if high is None and (low == 0 or (low == 1 and not _matches_empty_text(pattern))):
+        return pattern
+    match = REPEATED_CHARACTER.fullmatch(pattern)
+    if match is None:
+        raise UnsupportedOption(where, f"the length of names cannot be enforced beside the pattern {pattern}")
+    bounds = {"*": (0, None), "+": (1, None), "?": (0, 1), "": (1, 1)}
+    count, minimum, maximum = match[3], match[4], match[5]
+    lowest, highest = bounds.get(match[2], (int(count or minimum or 0), int(count or maximum or 0) or None))
+    lowest = max(low, lowest)
+    highest = min((value for value in (high, highest) if value is not None), default=None)
+    if highest is not None and highest < lowest:
+        raise UnsupportedOption(where, f"no name of this length matches {pattern}")
+    return f"^{match[1]}{{{lowest},{'' if highest is None else highest}}}$"
+
+
+def _matches_empty_text(pattern: str) -> bool:
+    """Return whether a pattern may match the empty text."""
+    try:
+        return re.search(pattern, "") is not None
+    except re.error:  # another dialect
+        return True
 
 
 # --- checks

@@ -165,10 +165,12 @@ def is_equal(one: Any, other: Any) -> bool:
 
 
 def _get_listed_values(schema: dict[str, Any]) -> list[Any] | None:
-    if "const" in schema:
-        return [schema["const"]]
     values = schema.get("enum")
-    return values if isinstance(values, list) else None
+    values = values if isinstance(values, list) else None
+    if "const" not in schema:
+        return values
+    constant = schema["const"]
+    return [constant] if values is None or any(is_equal(constant, value) for value in values) else []
 
 
 def _get_property(schema: dict[str, Any], name: str) -> JsonSchema:
