@@ -27,7 +27,7 @@ from afterglow.chat.constraints.response_format import parse_response_format
 from afterglow.chat.constraints.tool_choice import parse_tool_choice
 from afterglow.chat.tools.detection import TOOL_FAMILIES
 from afterglow.chat.tools.tool import parse_tools
-from afterglow.errors import InvalidArgument, RequestError, UnsupportedOption
+from afterglow.errors import InvalidArgument, InvalidGrammar, RequestError, UnsupportedOption
 from afterglow.server.openai.responses import build_response_format
 from afterglow.server.openai.schema.responses import ResponseRequest
 from support.grammar_text import accepts, generate
@@ -545,6 +545,51 @@ def test_alternatives_that_are_both_nullable_overlap() -> None:
     members = [{"type": "string", "nullable": True}, {"type": "integer", "nullable": True}]
     with pytest.raises(UnsupportedOption, match="oneOf"):
         build_json_schema_grammar({"oneOf": members})
+
+
+ZOD_TIME = r"^(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?$"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "time", "pattern": ZOD_TIME},
+        {"format": "time", "allOf": [{"pattern": ZOD_TIME}, {"pattern": "[0-9]$"}]},
+        {"format": "time", "$ref": "#/$defs/T", "$defs": {"T": {"type": "string", "pattern": ZOD_TIME}}},
+        {"type": "string", "format": "uuid4", "pattern": ZOD_TIME},
+        {"type": "string", "format": "email", "pattern": ZOD_TIME},
+    ],
+)
+@pytest.mark.parametrize("types", [[], ["null"]])
+def test_a_pattern_that_no_text_of_the_format_matches_is_enforced_alone(schema: Any, types: list[str]) -> None:
+    schema = {**schema, "type": ["string", *types]} if "type" in schema else schema
+    grammar = build_json_schema_grammar(schema)
+    for text in ("10:30", "23:59:59.5"):
+        assert is_valid(text, schema)
+        assert accepts(grammar, json.dumps(text))
+    assert not is_valid("24:00", schema)
+    assert not accepts(grammar, '"24:00"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "forbidden"),
+    [
+        ({"format": "date", "pattern": "^2024"}, "2024-02-29", "2024-02-30"),
+        ({"format": "date", "pattern": "^(?=2)"}, "2024-02-29", "2024-02-30"),
+        ({"format": "uuid4", "pattern": "^9"}, UUID4, UUID4.replace("-4f", "-1f")),
+        ({"format": "time", "pattern": "Z$"}, "10:30:00Z", "10:30Z"),
+    ],
+)
+def test_a_format_beside_a_pattern_that_narrows_it_is_enforced(schema: Any, allowed: str, forbidden: str) -> None:
+    grammar = build_json_schema_grammar({"type": "string", **schema})
+    assert accepts(grammar, json.dumps(allowed))
+    assert not accepts(grammar, json.dumps(forbidden))
+
+
+@pytest.mark.parametrize("schema", [{"pattern": "^a$", "allOf": [{"pattern": "^b$"}]}, {"enum": [], "format": "date"}])
+def test_a_schema_without_instances_is_rejected(schema: Any) -> None:
+    with pytest.raises(InvalidGrammar, match="Unsatisfiable"):
+        build_json_schema_grammar({"type": "string", "format": "time", **schema})
 
 
 NAME_FORMATS = {

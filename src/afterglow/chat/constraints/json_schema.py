@@ -10,12 +10,15 @@ The keyword lists come from JSON-Schema-Test-Suite and experiments (tests/chat/c
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
+
+import llguidance
 
 from afterglow.chat.constraints.lark_regex import escape_regex
 from afterglow.chat.constraints.schema_analysis import (
@@ -288,7 +291,7 @@ class SchemaRewriter:
         _rewrite_counts(result, where)
         _rewrite_items(result)
         _rewrite_bounds(result, where)
-        _rewrite_format(result, where)
+        _rewrite_format(result, self._list_patterns(schema) if "format" in result else [], where)
         _rewrite_pattern(result)
         _rewrite_unevaluated(result, where)
         self._rewrite_one_of(schema, result, where)
@@ -307,6 +310,15 @@ class SchemaRewriter:
             result["allOf"] = [*result.get("allOf", []), target]
         else:
             result["$ref"] = target["$ref"]
+
+    def _list_patterns(self, schema: dict[str, Any]) -> list[JsonSchema]:
+        """Return schemas of the patterns that apply to the texts of a schema."""
+        found: list[JsonSchema] = []
+        for part in self._list_in_place(schema, ("allOf",)):
+            if isinstance(part.get("pattern"), str):
+                found.append({"pattern": part["pattern"]})
+                _rewrite_pattern(found[-1])
+        return found
 
     def _rewrite_one_of(self, schema: dict[str, Any], result: dict[str, Any], where: str) -> None:
         """Write `oneOf` as `anyOf`, which is the same if no instance matches two alternatives."""
@@ -729,7 +741,7 @@ def _declare_types(item: JsonSchema) -> JsonSchema:
     return {**item, "type": VALUE_TYPES} if is_open and "type" not in item else item
 
 
-def _rewrite_format(result: dict[str, Any], where: str) -> None:
+def _rewrite_format(result: dict[str, Any], patterns: list[JsonSchema], where: str) -> None:
     """Keep formats of strings that can be enforced, and write formats of integers as bounds."""
     if "format" not in result:
         return
@@ -737,15 +749,30 @@ def _rewrite_format(result: dict[str, Any], where: str) -> None:
     if not isinstance(name, str):
         raise InvalidArgument(f"{where}.format", f"must be text, not {type(name).__name__}")
     types = result.get("type", list(ALL_TYPES))
-    if "string" not in types or name not in STRING_FORMATS:
+    is_enforced = "string" in types and name in STRING_FORMATS | set(FORMAT_PATTERNS)
+    is_enforced = is_enforced and not _contradicts(name, patterns)
+    if not is_enforced or name not in STRING_FORMATS:
         del result["format"]
     all_of, pattern = result.get("allOf", []), {"pattern": FORMAT_PATTERNS.get(name)}
-    if "string" in types and name in FORMAT_PATTERNS and pattern not in all_of:
+    if is_enforced and name in FORMAT_PATTERNS and pattern not in all_of:
         result["allOf"] = [*all_of, pattern]
     if "integer" in types and "type" in result and name in INTEGER_FORMATS:
         low, high = INTEGER_FORMATS[name]
         result["minimum"] = max(low, result.get("minimum", low))
         result["maximum"] = min(high, result.get("maximum", high))
+
+
+def _contradicts(name: str, patterns: list[JsonSchema]) -> bool:
+    """Return whether no text of a format matches these schemas of patterns.
+
+    A format is an annotation of the standard: the author of such a pattern means another notation of it.
+    """
+    if not patterns:
+        return False
+    known = {"format": name} if name in STRING_FORMATS else {}
+    members = [*patterns, {"pattern": FORMAT_PATTERNS.get(name, "")}]
+    grammar = {"json_schema": {"type": "string", **known, "allOf": members}}
+    return "Unsatisfiable" in llguidance.LLMatcher.validate_grammar(json.dumps({"grammars": [grammar]}))
 
 
 def _rewrite_bounds(result: dict[str, Any], where: str) -> None:
