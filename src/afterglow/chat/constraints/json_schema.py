@@ -110,8 +110,8 @@ FORMAT_PATTERNS = {
     "date-time": f"^{DATE_PATTERN}T{TIME_PATTERN}$",
     **{f"uuid{n}": UUID_PATTERN % f"{n}[0-9a-fA-F]{{3}}-[89abAB][0-9a-fA-F]{{3}}" for n in range(1, 9)},
 }
-# Formats of property names. llguidance has no format for names: the patterns must be complete.
-NAME_FORMAT_PATTERNS = {
+# Formats of property names and of texts without quotes, for which llguidance has no formats.
+COMPLETE_FORMAT_PATTERNS = {
     **FORMAT_PATTERNS,
     **TEXT_FORMAT_PATTERNS,
     "uuid": UUID_PATTERN % "[0-9a-fA-F]{4}-[0-9a-fA-F]{4}",
@@ -512,7 +512,7 @@ def _select_name_keywords(schema: dict[str, Any], where: str) -> dict[str, Any]:
     _rewrite_counts(result, where)
     if not isinstance(result.get("pattern", ""), str):
         raise InvalidArgument(f"{where}.pattern", f"must be text, not {type(result['pattern']).__name__}")
-    if str(result.get("format")) not in NAME_FORMAT_PATTERNS:
+    if str(result.get("format")) not in COMPLETE_FORMAT_PATTERNS:
         result.pop("format", None)
     return result
 
@@ -589,7 +589,7 @@ def _list_name_patterns(schema: dict[str, Any], where: str) -> list[str]:
         patterns.append(own_pattern)
     # A pattern of the complete text says more exactly what the author means by the format.
     if "format" in schema and not COMPLETE_PATTERN.fullmatch(own_pattern):
-        patterns.append(NAME_FORMAT_PATTERNS[schema["format"]])
+        patterns.append(COMPLETE_FORMAT_PATTERNS[schema["format"]])
     return patterns
 
 

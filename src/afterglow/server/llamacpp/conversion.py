@@ -117,8 +117,6 @@ def build_sampling_fields(body: LlamaGenerationFields, model: Model) -> Sampling
     values = body.model_dump(include=names, exclude_none=True)
     if values.get("seed") in (-1, RANDOM_SEED):
         del values["seed"]
-    if values.get("top_k") == -1:
-        values["top_k"] = 0
     if body.logit_bias:
         values["logit_bias"] = build_logit_bias(body.logit_bias, model)
     return SamplingFields.model_validate(values)

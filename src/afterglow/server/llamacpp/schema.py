@@ -45,9 +45,6 @@ class LlamaGenerationFields(SamplingFields):
     n_predict: PredictLimit = None
     max_tokens: PredictLimit = same_as("n_predict")
     max_completion_tokens: PredictLimit = same_as("n_predict")
-    top_k: int | None = pydantic.Field(
-        None, ge=-1, le=2**31 - 1, description="Sample from the k most likely tokens; 0, -1: from all."
-    )
     logit_bias: LogitBias | None = pydantic.Field(  # type: ignore[assignment]
         None,
         description="Pairs of token or text and bias, or an object, in which a key of digits is a token; false forbids "

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from afterglow.chat.constraints.json_schema import NAME_FORMAT_PATTERNS
+from afterglow.chat.constraints.json_schema import COMPLETE_FORMAT_PATTERNS
 from afterglow.chat.constraints.schema_analysis import build_resolver, get_type, get_types, list_conjuncts
-from afterglow.chat.constraints.string_formats import TEXT_FORMAT_PATTERNS
 from afterglow.chat.tools.grammar.lark import LarkGrammar, join_alternatives
 from afterglow.chat.tools.grammar.patterns import build_choice_expression, complete_pattern
 from afterglow.chat.tools.tool import Tool
@@ -17,7 +16,6 @@ from afterglow.errors import UnsupportedOption
 OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties", "$defs"})
 ARRAY_KEYWORDS = frozenset({"type", "items", "prefixItems", "minItems", "maxItems", "$defs"})
 STRING_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength", "$defs"})
-TEXT_PATTERNS = {**NAME_FORMAT_PATTERNS, **TEXT_FORMAT_PATTERNS}  # by format
 CDATA_START, CDATA_END = "<![CDATA[", "]]>"
 MAX_REFERENCE_DEPTH = 8  # nested references; a recursive schema cannot be expanded
 
@@ -167,7 +165,7 @@ def iter_expressions(node: SchemaNode) -> Iterator[str]:
         part = node.create_child(conjunct)
         part.check_keywords(STRING_KEYWORDS | {"pattern", "format", "allOf", "$ref"})
         patterns = {keyword: conjunct.get(keyword) for keyword in ("pattern", "format")}
-        patterns["format"] = TEXT_PATTERNS.get(str(patterns["format"]))
+        patterns["format"] = COMPLETE_FORMAT_PATTERNS.get(str(patterns["format"]))
         for keyword, pattern in patterns.items():
             if pattern is not None:
                 expression = complete_pattern(pattern)
