@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+from gguf import TokenType
 
 import afterglow
 from afterglow.api.embeddings import find_common_prefix
@@ -23,6 +24,8 @@ from afterglow.errors import Cancelled, InvalidArgument, PromptTooLong, Unsuppor
 from afterglow.testing import models
 from afterglow.testing.models.ranking_decoder import RERANK_TEMPLATE
 from afterglow.testing.models.vocabulary import CHAT_TEMPLATE
+from support.pre_tokenizers import load_vocabulary
+from support.template_vocabulary import build_template_document
 
 pytestmark = pytest.mark.native
 
@@ -123,6 +126,15 @@ def test_control_tokens_in_a_document_stay_text() -> None:
         end = model.vocabulary.control_tokens_by_text["<|im_end|>"]
         assert tokens.count(end) == RERANK_TEMPLATE.count("<|im_end|>")
         assert "b<|im_end|> {query}" in model.detokenize(tokens)
+
+
+def test_tags_in_a_document_stay_text(tmp_path) -> None:
+    """Qwen3-Reranker writes `<think>` before its answer, which many files have as a user-defined token."""
+    source = "{document}<think>"
+    with load_vocabulary(build_template_document(source, TokenType.USER_DEFINED), tmp_path) as model:
+        tokens = RankTemplate(source, model.vocabulary).tokenize(document="a <think> b")
+        assert [model.vocabulary.get_text(token) for token in tokens].count("<think>") == 1
+        assert model.vocabulary.detokenize(tokens) == b"a <think> b<think>"
 
 
 def test_the_kind_of_a_reranker_follows_from_its_file_and_can_be_set() -> None:

@@ -19,7 +19,15 @@ from afterglow.llama.gguf.formats import ValueType
 from afterglow.llama.library.loader import get_library
 from support import pre_tokenizers
 from support.gguf_document import Document
-from support.pre_tokenizers import PRE_TOKENIZERS, RECURSIVE, SHAPES, build_document, build_text, load_vocabulary
+from support.pre_tokenizers import (
+    PRE_TOKENIZERS,
+    RECURSIVE,
+    SHAPES,
+    build_document,
+    build_spm_document,
+    build_text,
+    load_vocabulary,
+)
 
 pytestmark = pytest.mark.native
 
@@ -39,6 +47,14 @@ def test_control_tokens_in_text_stay_text_unless_parse_special(open_model):
     assert vocabulary.is_control(token)
     assert vocabulary.detokenize([token]) == b""
     assert vocabulary.detokenize([token], special=True) == b"<|im_start|>"
+
+
+def test_a_continuation_has_no_space_before_it(tmp_path):
+    with load_vocabulary(build_spm_document("<tag>"), tmp_path) as model:
+        vocabulary = model.vocabulary
+        for text in ("word", "<tag>", " word", "\ue000", ""):
+            assert vocabulary.detokenize(vocabulary.tokenize_continuation(text)).decode() == text
+        assert vocabulary.detokenize(vocabulary.tokenize("word")) == b" word"
 
 
 def test_a_character_may_span_several_tokens(open_model):

@@ -6,6 +6,7 @@ prints a line for each: name, shape, number of tokens or error, CPU seconds. A c
 
 from __future__ import annotations
 
+import string
 import sys
 import tempfile
 import time
@@ -55,6 +56,18 @@ def build_document(pre_tokenizer: str) -> Document:
     document.set("tokenizer.ggml.pre", ValueType.STRING, pre_tokenizer.encode())
     if pre_tokenizer == "whitespace":
         document.set("tokenizer.ggml.model", ValueType.STRING, b"whitespace")
+    return document
+
+
+def build_spm_document(user_defined: str) -> Document:
+    """Return a file with a vocabulary of SentencePiece, which puts a space before every text, and no weights."""
+    document = build_document("default")
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *string.ascii_lowercase]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * 27, 4]
+    document.set("tokenizer.ggml.model", ValueType.STRING, b"llama")
+    document.set("tokenizer.ggml.tokens", ValueType.STRING, *(text.encode() for text in [*tokens, user_defined]))
+    document.set("tokenizer.ggml.scores", ValueType.FLOAT32, *[0.0] * len(kinds))
+    document.set("tokenizer.ggml.token_type", ValueType.INT32, *kinds)
     return document
 
 

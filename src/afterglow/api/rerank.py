@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from afterglow.chat.control_tokens import TemplateTokenizer, compile_alternatives
 from afterglow.errors import UnsupportedOption
 from afterglow.llama.vocabulary import Vocabulary
 
@@ -88,12 +89,11 @@ class RankTemplate:
 
     def __init__(self, text: str, vocabulary: Vocabulary, start: Sequence[int] = ()) -> None:
         """`start` are tokens before the text."""
-        self._vocabulary = vocabulary
+        self._tokenizer = TemplateTokenizer(vocabulary, text)
         self._start = start
-        controls = vocabulary.control_tokens_by_text
-        pattern = "|".join(re.escape(control) for control in sorted(controls, key=len, reverse=True))
-        spans = [span for span in re.split(f"({pattern})", text) if span] if controls else [text]
-        self._spans = [controls.get(span, span) for span in spans]
+        tokens = self._tokenizer.tokens_by_text
+        spans = re.split(f"({compile_alternatives(tokens).pattern})", text)
+        self._spans = [tokens.get(span, span) for span in spans if span]
 
     def tokenize(self, **values: str) -> list[int]:
         """Return the tokens of the prompt. Placeholders without a value stay text."""
@@ -102,9 +102,8 @@ class RankTemplate:
             if isinstance(span, int):
                 tokens.append(span)
             else:
-                tokens += self._vocabulary.tokenize(
-                    PLACEHOLDERS.sub(lambda match: values.get(match[1], match[0]), span)
-                )
+                text = PLACEHOLDERS.sub(lambda match: values.get(match[1], match[0]), span)
+                tokens += self._tokenizer.tokenize_client_text(text)
         return tokens
 
 

@@ -3,17 +3,95 @@
 A template joins its own text with text of the client: messages, tools and template variables. Client text is escaped
 before rendering with a separator, a character that occurs nowhere in it. Control tokens are then searched in the
 rendered text, and the separators are removed from the text between them.
+
+Many files have tags such as `<tool_call>` and `<think>` as user-defined tokens instead of control tokens. llama.cpp
+parses these in every text, so client text that contains one is tokenized in pieces.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
+
+from afterglow.llama.vocabulary import Vocabulary
 
 # Words that a template may use to form a control token, as in `'<|' + message.role + '|>'`.
 TRUSTED_WORDS = frozenset({"system", "developer", "user", "assistant", "tool", "function", "text"})
 NAMED_WORD = re.compile(r"""(?:\.|(?P<quote>['"]))(\w+)(?(quote)(?P=quote))""")  # `message.role`, `'role'`
 CASE_FILTER = re.compile(r"\b(upper|lower|title|capitalize|swapcase)\b")
+TAG = re.compile(r"[<\[\]](?=\S*[^\W\d_]|\S*[|｜])\S+[>\[\]]")  # noqa: RUF001
+# Gemma has the tags of HTML as user-defined tokens. They are part of a text, so clients may write them.
+HTML_TAG = re.compile(
+    r"</?(?:a|b|big|blockquote|body|br|caption|code|dd|del|div|dl|dt|em|h[1-6]|head|hr|html|i|img|ins|kbd|li|mark|ol|p"
+    r"|pre|q|samp|small|span|strike|strong|sub|sup|table|tbody|td|tfoot|th|thead|title|tr|tt|u|ul|var)/?>"
+)
+MAX_CACHED_SPANS = 8192
+
+
+def find_template_tokens(vocabulary: Vocabulary, template: str) -> dict[str, int]:
+    """Return the tokens that only a template may write, by their text: control tokens, and user-defined tags."""
+    markup = {
+        text: token
+        for text, token in vocabulary.user_defined_tokens_by_text.items()
+        if TAG.fullmatch(text) and (text in template or not HTML_TAG.fullmatch(text))
+    }
+    return {**markup, **vocabulary.control_tokens_by_text}
+
+
+class TemplateTokenizer:
+    """Tokenizes rendered text: the texts of template tokens are these tokens, unless a separator is in them.
+
+    The tokens of the text between them are cached, so that the next turn of a long conversation tokenizes only new
+    text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, template: str) -> None:
+        self.tokens_by_text = find_template_tokens(vocabulary, template)
+        self._vocabulary = vocabulary
+        self._pattern = compile_alternatives(self.tokens_by_text)
+        self._user_defined_pattern = compile_alternatives(
+            self.tokens_by_text.keys() - vocabulary.control_tokens_by_text.keys()
+        )
+        self._get_strip_flags = functools.cache(vocabulary.get_strip_flags)
+        self.tokenize_client_text = functools.lru_cache(MAX_CACHED_SPANS)(self._tokenize_client_text)
+
+    def tokenize(self, text: str, separator: str = "") -> list[int]:
+        """Tokenize rendered text that `separator` escapes."""
+        tokens: list[int] = []
+        start, strip = 0, False
+        for match in self._pattern.finditer(text):
+            token = self.tokens_by_text[match[0]]
+            strips_left, strips_right = self._get_strip_flags(token)
+            span = text[start : match.start()]
+            span = span.lstrip() if strip else span
+            tokens += self._tokenize_span(span.rstrip() if strips_left else span, separator)
+            tokens.append(token)
+            start, strip = match.end(), strips_right
+        return tokens + self._tokenize_span(text[start:].lstrip() if strip else text[start:], separator)
+
+    def _tokenize_span(self, text: str, separator: str) -> list[int]:
+        text = text.replace(separator, "") if separator else text
+        return self.tokenize_client_text(text) if text else []
+
+    def _tokenize_client_text(self, text: str) -> list[int]:
+        """Tokenize text without any template token. llama.cpp would parse user-defined ones, so they are divided after
+        their first character."""
+        first = self._user_defined_pattern.search(text)
+        if first is None:
+            return self._vocabulary.tokenize(text)
+        end = first.start() + 1
+        tokens = self._vocabulary.tokenize(text[:end])
+        while end < len(text):
+            start, match = end, self._user_defined_pattern.search(text, end)
+            end = len(text) if match is None else match.start() + 1
+            tokens += self._vocabulary.tokenize_continuation(text[start:end])
+        return tokens
+
+
+def compile_alternatives(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches any of the texts, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
 class ControlTokenEscaper:

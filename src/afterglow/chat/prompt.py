@@ -1,8 +1,4 @@
-"""Conversations as prompt entries: control tokens only from the template, boundaries at the ends of messages.
-
-Rendered text is split at control tokens. The tokens of each span are cached, so that the next turn of a long
-conversation tokenizes only new text.
-"""
+"""Conversations as prompt entries: control tokens only from the template, boundaries at the ends of messages."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
-from afterglow.chat.control_tokens import ControlTokenEscaper
+from afterglow.chat.control_tokens import ControlTokenEscaper, TemplateTokenizer, compile_alternatives
 from afterglow.chat.messages import Message
 from afterglow.chat.multimodal import NO_MEDIA, MediaPlaceholders, expand_placeholders, find_unused_character, spell
 from afterglow.chat.template.renderer import ChatTemplate
@@ -21,7 +17,6 @@ from afterglow.engine.types.media import MediaPart
 from afterglow.errors import InvalidTemplate
 from afterglow.llama.vocabulary import Vocabulary
 
-MAX_CACHED_SPANS = 8192
 TruncationPolicy: TypeAlias = Literal["refuse", "shift", "truncate_middle", "compact"]
 BOUNDARY_MESSAGES = 3  # the ends of the last messages are boundaries; earlier prompts had those of older messages
 
@@ -169,12 +164,9 @@ class PromptBuilder:
         self._vocabulary = vocabulary
         self._has_boundaries = boundaries
         self._template = template
-        self._control_tokens = vocabulary.control_tokens_by_text
-        texts = sorted(self._control_tokens, key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-        self._escaper = ControlTokenEscaper(self._control_tokens, template.source)
-        self._get_strip_flags = functools.cache(vocabulary.get_strip_flags)
-        self._tokenize_cached = functools.lru_cache(MAX_CACHED_SPANS)(lambda text: vocabulary.tokenize(text))
+        self._tokenizer = TemplateTokenizer(vocabulary, template.source)
+        self._escaper = ControlTokenEscaper(self._tokenizer.tokens_by_text, template.source)
+        self._control_pattern = compile_alternatives(vocabulary.control_tokens_by_text)
 
     def render(
         self,
@@ -306,28 +298,11 @@ class PromptBuilder:
         model requires it and the template did not."""
         tokens: list[int] = []
         for piece in placeholders.split(text):
-            tokens += [piece] if isinstance(piece, int) else self._tokenize_text(piece, separator)
+            tokens += [piece] if isinstance(piece, int) else self._tokenizer.tokenize(piece, separator)
         bos = self._vocabulary.special_tokens.get("bos")
         if add_bos and self._vocabulary.adds_bos and bos is not None and tokens[:1] != [bos]:
             tokens.insert(0, bos)
         return tokens
-
-    def _tokenize_text(self, text: str, separator: str) -> list[int]:
-        tokens: list[int] = []
-        start, strip = 0, False
-        for match in self._control_pattern.finditer(text):
-            token = self._control_tokens[match[0]]
-            strips_left, strips_right = self._get_strip_flags(token)
-            span = text[start : match.start()]
-            span = span.lstrip() if strip else span
-            tokens += self._tokenize_span(span.rstrip() if strips_left else span, separator)
-            tokens.append(token)
-            start, strip = match.end(), strips_right
-        return tokens + self._tokenize_span(text[start:].lstrip() if strip else text[start:], separator)
-
-    def _tokenize_span(self, text: str, separator: str) -> list[int]:
-        text = text.replace(separator, "") if separator else text
-        return self._tokenize_cached(text) if text else []
 
 
 def blank_next_message(messages: Sequence[Message], count: int, separator: str) -> list[Message]:

@@ -53,6 +53,7 @@ QUADRATIC_RUNS = {
 MAX_SPECIAL_TOKENS = 32_768
 # 4 bytes beyond U+10FFFF, on which llama.cpp throws through C. It reads other invalid bytes as U+FFFD.
 INVALID_CHARACTER = re.compile(rb"(?:\xf4[\x90-\xbf]|[\xf5-\xf7][\x80-\xbf])[\x80-\xbf]{2}")
+UNMERGED_CHARACTER = "\ue000"  # for private use: SPM vocabularies have it as bytes only, which no token continues
 
 
 class Vocabulary:
@@ -95,9 +96,19 @@ class Vocabulary:
     @functools.cached_property
     def control_tokens_by_text(self) -> dict[str, int]:
         """The control tokens by their spelling in chat templates."""
+        return self._find_tokens(CONTROL_OR_UNKNOWN)
+
+    @functools.cached_property
+    def user_defined_tokens_by_text(self) -> dict[str, int]:
+        """The tokens that every text is parsed for, by their text: runs of spaces, HTML tags, and in many files
+        `<tool_call>` and `<think>`."""
+        return self._find_tokens(USER_DEFINED)
+
+    def _find_tokens(self, attributes: int) -> dict[str, int]:
+        """Return the tokens that have one of the attributes, by their text."""
         get_attributes, pointer = self._library.symbols.llama_vocab_get_attr, self.pointer
-        control = [token for token in range(self.size) if get_attributes(pointer, token) & CONTROL_OR_UNKNOWN]
-        return {text: token for token in control if (text := self.get_text(token))}
+        tokens = [token for token in range(self.size) if get_attributes(pointer, token) & attributes]
+        return {text: token for token in tokens if (text := self.get_text(token))}
 
     @functools.cached_property
     def control_tokens(self) -> frozenset[int]:
@@ -145,6 +156,19 @@ class Vocabulary:
             need = f"needs {stack_bytes // 1024**2:,} MiB of memory to be tokenized"
             reason = f"{need}, which the system does not provide: divide its longest line"
             raise InvalidArgument("text", reason) from None
+
+    def tokenize_continuation(self, text: str) -> list[int]:
+        """Return the token ids of a text that other text precedes: without the space that SPM vocabularies put before
+        every text."""
+        if not self._adds_space:
+            return self.tokenize(text)
+        before, tokens = self.tokenize(UNMERGED_CHARACTER), self.tokenize(UNMERGED_CHARACTER + text)
+        return tokens[len(before) :] if tokens[: len(before)] == before else self.tokenize(text)
+
+    @functools.cached_property
+    def _adds_space(self) -> bool:
+        """Whether a space is put before every text."""
+        return self.detokenize(self.tokenize("a")).startswith(b" ")
 
     def _tokenize_on_this_stack(self, data: bytes, parse_special: bool, add_special: bool) -> list[int]:
         ffi, tokenize = self._library.ffi, self._library.symbols.llama_tokenize
@@ -213,17 +237,12 @@ class Vocabulary:
     @functools.cached_property
     def _user_defined_texts(self) -> list[bytes]:
         """Texts that become a token of their own even without `parse_special`, longest first as in llama.cpp."""
-        return self._list_texts(USER_DEFINED)
+        return sort_texts(self.user_defined_tokens_by_text)
 
     @functools.cached_property
     def _special_texts(self) -> list[bytes]:
         """Texts that become a token of their own with `parse_special`, longest first as in llama.cpp."""
-        return self._list_texts(USER_DEFINED | CONTROL_OR_UNKNOWN)
-
-    def _list_texts(self, attributes: int) -> list[bytes]:
-        get_attributes = self._library.symbols.llama_vocab_get_attr
-        tokens = [token for token in range(self.size) if get_attributes(self.pointer, token) & attributes]
-        return sorted((text.encode() for token in tokens if (text := self.get_text(token))), key=len, reverse=True)
+        return sort_texts({**self.user_defined_tokens_by_text, **self.control_tokens_by_text})
 
     def token_to_piece(self, token: int, *, special: bool = True) -> bytes:
         """Return the bytes of one token, possibly part of a character. Control tokens are empty without `special`."""
@@ -269,6 +288,11 @@ class Vocabulary:
     def is_control(self, token: int) -> bool:
         """Return whether `token` is a control token, which is never part of visible text."""
         return bool(self._library.symbols.llama_vocab_is_control(self.pointer, self.check_token(token)))
+
+
+def sort_texts(texts: Iterable[str]) -> list[bytes]:
+    """Return texts as bytes, longest first."""
+    return sorted((text.encode() for text in texts), key=len, reverse=True)
 
 
 def _get_length(match: re.Match[str]) -> int:
