@@ -312,6 +312,33 @@ def test_a_drafter_without_speculation_is_rejected():
         load("successor-attention", draft="mtp", host="process", speculation="off")
 
 
+def test_drafters_that_exclude_the_drafter_are_rejected():
+    for drafters, draft, name in (
+        ((), "mtp", "mtp"),
+        (("ngram",), models.get_path("successor-attention"), "draft"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"`draft` has no effect: .* without '{name}'"):
+            load("successor-attention", draft=draft, engine=EngineSettings(drafters=drafters))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("disk_cache", {"disk_cache": True}),
+        ("shared_cache", {"shared_cache": "s3://bucket/path"}),
+        ("disk_cache_directory", {"engine": EngineSettings(disk_cache_directory=models.get_path("attention").parent)}),
+    ],
+)
+def test_a_disk_cache_without_a_ram_cache_is_rejected(name, options):
+    with pytest.raises(InvalidArgument, match=f"`{name}` has no effect: `ram_cache_bytes` is 0"):
+        afterglow.load(models.get_path("attention"), ram_cache_bytes=0, **options)
+
+
+def test_a_ram_cache_of_0_bytes_needs_no_other_option():
+    with afterglow.load(models.get_path("attention"), context=512, ram_cache_bytes=0) as model:
+        assert model.complete("the rain", max_tokens=1).text is not None
+
+
 def test_clearing_an_unknown_or_busy_sequence_is_an_error():
     with load("successor-attention", context=4096) as model:
         for sequence in (-1, 4):
@@ -535,6 +562,14 @@ def test_a_pinned_prompt_is_not_evicted_until_it_is_unpinned():
             model.pin([1] * 1000)
         with pytest.raises(InvalidArgument, match="prompt"):
             model.pin([])
+
+
+@pytest.mark.parametrize("ram_cache_bytes", [0, 2**16])
+def test_a_pin_that_cannot_be_kept_is_rejected_right_after_the_load(ram_cache_bytes):
+    with load("attention", disk_cache=False, context=1024, ram_cache_bytes=ram_cache_bytes) as model:
+        with pytest.raises(InvalidArgument, match=r"`prompt` (cannot be pinned|needs [\d,]+ bytes to pin)"):
+            model.pin([5] * 900)
+        assert not model.unpin([5] * 900)
 
 
 def test_a_pin_is_of_one_salt():

@@ -277,9 +277,7 @@ def build_engine_spec(
     plan: FitPlan | None = None,
 ) -> EngineSpec:
     """Return the spec of an engine from checked options, with all unset values chosen by `plan` or a new one."""
-    if draft is not None and (engine_settings.speculation == "off" or engine_settings.deterministic):
-        reason = "deterministic mode does not speculate" if engine_settings.deterministic else 'speculation is "off"'
-        raise InvalidArgument("draft", f"has no effect: {reason}")
+    check_draft(draft, engine_settings)
     plan = plan or plan_load(path, options, engine_settings, draft=draft)
     options = cast(LoadOptions, {**options, **plan.options})
     if options["threads"] is None:
@@ -298,6 +296,19 @@ def build_engine_spec(
         projector_settings=projector_settings
         or ProjectorSettings(use_gpu=model_settings.gpu_layers != 0, threads=context_settings.threads),
     )
+
+
+def check_draft(draft: DraftSource | None, settings: EngineSettings) -> None:
+    """Raise `InvalidArgument` if a drafter would have no effect."""
+    if draft is None:
+        return
+    name = "mtp" if draft == "mtp" else "draft"
+    if settings.deterministic:
+        raise InvalidArgument("draft", "has no effect: deterministic mode does not speculate")
+    if settings.speculation == "off":
+        raise InvalidArgument("draft", 'has no effect: speculation is "off"')
+    if settings.drafters is not None and name not in settings.drafters:
+        raise InvalidArgument("draft", f"has no effect: `drafters` is {settings.drafters}, without {name!r}")
 
 
 def count_recurrent_snapshots(draft: DraftSource | None, settings: EngineSettings) -> int:
@@ -324,6 +335,14 @@ def build_engine_settings(
         values["shared_cache_key_file"] = Path(values["shared_cache_key_file"])
         read_key(values["shared_cache_key_file"])
     settings = replace(base or EngineSettings(), **values)
+    if settings.ram_cache_bytes == 0:  # every tier is filled from RAM
+        stores = {
+            "disk_cache": options["disk_cache"],
+            "disk_cache_directory": settings.disk_cache_directory,
+            "shared_cache": settings.shared_cache,
+        }
+        for name in (name for name, value in stores.items() if value):
+            raise InvalidArgument(name, "has no effect: `ram_cache_bytes` is 0, so that nothing is stored")
     is_shared = options["replicas"] > 1 or settings.shared_cache is not None
     settings = replace(settings, write_through=settings.write_through or is_shared)
     return apply_disk_cache(settings, label, options["disk_cache"])

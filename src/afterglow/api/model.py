@@ -811,8 +811,8 @@ class Model(Closeable):
         With `retention_seconds`, the pin expires that time after the last request that used the prefix. Such pins are
         few (64), and give way to other pins.
 
-        Raises `InvalidArgument` if pins would take more than half of the RAM budget, and `PromptTooLong` if the prefix
-        does not fit into the context. On disk, a pinned prefix stays pinned for the next start.
+        Raises `InvalidArgument` if pins would take more than half of the RAM budget or it is 0, and `PromptTooLong` if
+        the prefix does not fit into the context. On disk, a pinned prefix stays pinned for the next start.
 
         >>> model.pin("You are a helpful assistant.")
         >>> model.unpin("You are a helpful assistant.")

@@ -282,8 +282,8 @@ class LoadOptions(ContextOptions, total=False):
         bool | None,
         _option(
             None,
-            "Store computed prefixes on disk, so that they outlive the process. Default: true, unless the environment "
-            "variable AFTERGLOW_DISK_CACHE is `off`.",
+            "Store computed prefixes on disk, so that they outlive the process. Needs a RAM prefix cache. Default: "
+            "true, unless the environment variable AFTERGLOW_DISK_CACHE is `off`.",
         ),
     ]
     disk_cache_bytes: Annotated[
@@ -311,7 +311,8 @@ class LoadOptions(ContextOptions, total=False):
         ByteCount | None,
         _option(
             None,
-            "Size of the RAM prefix cache. Default: chosen by fit, a quarter of the free memory, at most 2 GiB.",
+            "Size of the RAM prefix cache. 0: nothing is stored, neither in RAM nor on disk. Default: chosen by fit, a "
+            "quarter of the free memory, at most 2 GiB.",
             ge=0,
         ),
     ]

@@ -138,6 +138,7 @@ def test_the_costs_of_prefill_and_transfers_are_known_after_loading(monkeypatch,
     assert machine.now < 0.15
     assert 0.99 * seconds_per_entry < cost_model.seconds_per_entry < 2 * seconds_per_entry
     assert cost_model.bytes_per_entry == pytest.approx(20_000, rel=0.2)
+    assert cost_model.cell_bytes_per_entry == pytest.approx(20_000, rel=0.2)
     assert machine.get_position_range(0) is None
 
 
@@ -178,10 +179,12 @@ def test_stored_costs_hold_until_the_first_measurement(tmp_path):
     measured.record_prefill(500, 0.5)
     measured.record_transfer(10**6, 0.001, entries=50)
     measured.record_disk_read(10**7, 0.1)
+    measured.cell_bytes_per_entry = 15_000.0
     store_costs(path, measured)
     cost_model = CostModel()
     assert load_costs(path, cost_model)
-    for name in ("seconds_per_entry", "seconds_per_byte", "bytes_per_entry", "seconds_per_disk_byte"):
+    sizes = ("bytes_per_entry", "cell_bytes_per_entry")
+    for name in ("seconds_per_entry", "seconds_per_byte", *sizes, "seconds_per_disk_byte"):
         assert getattr(cost_model, name) == pytest.approx(getattr(measured, name))
     cost_model.record_prefill(400, 4.0)  # the machine is slower today
     cost_model.record_transfer(10**6, 0.01, entries=50)

@@ -134,3 +134,9 @@ def test_drafters_is_a_tuple_of_names():
     with pytest.raises(InvalidArgument, match="drafters"):
         EngineSettings(drafters="ngram")
     assert EngineSettings(drafters=("ngram",), speculation=3).speculation == 3
+
+
+def test_a_number_of_draft_tokens_needs_a_drafter():
+    with pytest.raises(InvalidArgument, match="`speculation` is 3, but `drafters` is empty"):
+        EngineSettings(drafters=(), speculation=3)
+    assert EngineSettings(drafters=()).drafters == ()

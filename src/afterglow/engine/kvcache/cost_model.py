@@ -20,6 +20,7 @@ class CostModel:
         self.prefill_costs = PrefillCosts()
         self.latest_seconds_per_entry = INITIAL_SECONDS_PER_ENTRY  # prefill of one entry in the latest decode
         self.bytes_per_entry = 20_000.0  # of a full state
+        self.cell_bytes_per_entry = 0.0  # of a full state without its partial state; 0: not measured
         self.seconds_per_step = 1e-3  # decode without prompt entries
         self.step_costs = StepCosts()
         self._transfer = RecentTimings()  # seconds per byte
@@ -72,7 +73,10 @@ class CostModel:
 
     def to_dict(self) -> dict[str, object]:
         """Return the measured costs of prefill and transfers, to be stored for the next engine of the model."""
-        costs: dict[str, object] = {"prefill": self.prefill_costs.to_dict()}
+        costs: dict[str, object] = {
+            "prefill": self.prefill_costs.to_dict(),
+            "cell_bytes_per_entry": self.cell_bytes_per_entry,
+        }
         if len(self._transfer):
             costs["transfer"] = self._transfer.seconds
         if self._has_entry_size:
@@ -83,6 +87,7 @@ class CostModel:
 
     def add_stored(self, costs: dict[str, Any]) -> None:
         """Add the result of `to_dict` of an earlier engine. The first measurement of each cost replaces it."""
+        self.cell_bytes_per_entry = float(costs["cell_bytes_per_entry"])
         for size, seconds in costs["prefill"].items():
             self.prefill_costs.add_stored(int(size), float(seconds))
         if len(self.prefill_costs):

@@ -13,6 +13,7 @@ import numpy as np
 
 from afterglow.engine.kvcache.blocks import Block, BlockTree
 from afterglow.engine.kvcache.checkpoints import Checkpoint
+from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.eviction import MAX_PINNED_FRACTION
 from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.kvcache.tier import Tier
@@ -105,8 +106,9 @@ class Pins(list[Pin]):
 class PinManager:
     """Owns the pins, keeps `pinned_until` in all tiers in agreement with them, and bounds their bytes in RAM."""
 
-    def __init__(self, tree: BlockTree, ram: RamTier, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tree: BlockTree, ram: RamTier, tiers: Sequence[Tier], cost_model: CostModel) -> None:
         self.pins = Pins()
+        self._cost_model = cost_model
         self._tree = tree
         self._ram = ram
         self._checkpoints = ram.checkpoints
@@ -133,7 +135,9 @@ class PinManager:
         if existing is not None:
             self._merge(existing, pin)
             return
-        bytes_per_entry = self._ram.bytes_per_entry
+        if not self.limit and not pin.gives_way:
+            raise InvalidArgument("prompt", "cannot be pinned: `ram_cache_bytes` is 0, so that nothing is stored")
+        bytes_per_entry = self._ram.bytes_per_entry or self._cost_model.cell_bytes_per_entry
         needed, used = (int(n * bytes_per_entry) for n in (len(entries), self.pins.count_entries(explicit_only=True)))
         if used + needed > self.limit:
             if pin.gives_way:

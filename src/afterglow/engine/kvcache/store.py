@@ -66,7 +66,7 @@ class TieredStore:
         slower = (self.disk_tier, self.object_tier)
         self.tiers: list[Tier] = [self.ram, *(tier for tier in slower if tier is not None)]
         self._tiers_by_name = {tier.name: tier for tier in self.tiers}
-        self.pin_manager = PinManager(self.tree, self.ram, self.tiers)
+        self.pin_manager = PinManager(self.tree, self.ram, self.tiers, cost_model)
 
     def _open_disk_tier(self, settings: EngineSettings) -> DiskTier | None:
         """Return the disk tier; None if it is disabled or the directory cannot be used."""

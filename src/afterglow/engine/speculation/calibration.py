@@ -135,6 +135,8 @@ def calibrate_prefill(
         started = time.perf_counter()
         state = backend.save(0, "full")
         cost_model.record_transfer(state.nbytes, time.perf_counter() - started, position)
+        partial_bytes = backend.get_state_size(0, "partial") if capabilities.has_partial_state else 0
+        cost_model.cell_bytes_per_entry = max(0, state.nbytes - partial_bytes) / position
     except AfterglowError:
         return  # calibration is optional
     finally:

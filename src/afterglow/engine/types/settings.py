@@ -114,6 +114,8 @@ class EngineSettings:
                 )
         if self.drafters is not None and not isinstance(self.drafters, tuple):
             raise InvalidArgument("drafters", f"must be a tuple of names, not {self.drafters!r}")
+        if self.drafters == () and isinstance(self.speculation, int):
+            raise InvalidArgument("speculation", f"is {self.speculation}, but `drafters` is empty: nothing drafts")
 
     @property
     def ram_cache_limit(self) -> int:
