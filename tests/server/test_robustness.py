@@ -230,6 +230,19 @@ def test_a_stream_without_progress_is_ended_and_what_waits_for_it_is_bounded() -
         assert get_text(server.chat(model=None)) == CYCLE[:8]
 
 
+def test_a_stream_whose_client_reads_too_slowly_ends_long_before_it_stalls() -> None:
+    arguments = ("--context", "8192", "--sequences", "2", "--stall-seconds", "600", "--max-buffered-tokens", "500")
+    with run_server_with_long_name(*arguments) as server, contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(open_unread_stream(server, max_tokens=8000)) for _ in range(2)]
+        assert wait_until(60, lambda: count_in_flight(server) == 2)
+        assert wait_until(60, lambda: count_in_flight(server) == 0)
+        assert server.get_counters(LONG_NAME)["decodes"] < 4000
+        assert server.get_metric("afterglow_stalled_connections_total") == 0
+        assert get_text(server.chat(model=None)) == CYCLE[:8]
+        for connection in connections:
+            assert b"too slowly" in read_to_end(connection)
+
+
 # --- overload
 
 
