@@ -116,6 +116,29 @@ def test_a_continued_message_is_the_answer_or_the_reasoning():
     assert parse(reasoning, " me.</think>Bern") == ParsedOutput(reasoning=" me.", text="Bern")
 
 
+def test_reasoning_in_the_text_of_an_earlier_message_is_its_reasoning():
+    """Some clients keep `<think>…</think>` in the text. Templates drop the reasoning of earlier turns."""
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    with load(template) as model:
+
+        def render(content: str, **fields: str) -> str:
+            answer = {"role": "assistant", "content": content, **fields}
+            return model.plan_chat([("user", "2+2?"), answer, ("user", "And?")]).prompt.text
+
+        assert render("<think>\nTwo and two.\n</think>\n\n4") == render("4", reasoning_content="Two and two.")
+        assert "Two and two" not in render("<think>Two and two.</think>4")
+        for text in ("Write <think>x</think>.", "<think>unclosed"):
+            assert text in render(text)
+        user = [("user", "<think>a</think>b")]
+        assert "<think>a</think>b" in model.plan_chat(user).prompt.text
+        continued = model.plan_chat([("user", "2+2?"), ("assistant", "<think>Two.</think>4")]).prompt.text
+        assert continued.endswith("[assistant]<think>Two.\n</think>\n\n4")
+
+
 def test_continued_reasoning_needs_a_prompt_with_reasoning():
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}" + (
         "[assistant]{{ '<think>\\n' if enable_thinking else '</think>' }}"

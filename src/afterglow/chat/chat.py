@@ -158,7 +158,7 @@ class Chat(Closeable):
         """Plan a chat request. Raises an error that names the option if one cannot be honored."""
         tools = parse_tools(options.tools)
         tool_choice = parse_tool_choice(options.tool_choice, tools)
-        parsed_messages = parse_messages(messages)
+        parsed_messages = self._separate_reasoning(parse_messages(messages), options.breakpoints)
         reasoning = self._parse_reasoning(options, parsed_messages)
         response_format = parse_response_format(options.response_format)
         if "messages" in options.chat_template_kwargs:
@@ -206,6 +206,23 @@ class Chat(Closeable):
             parse=parse_with_prefix(response_format.parse, prefill.content if prefill else ""),
             place=None if replay_plan is None or prefill is not None else replay_plan.place,
         )
+
+    def _separate_reasoning(self, messages: list[Message], breakpoints: Sequence[Breakpoint]) -> list[Message]:
+        """Move reasoning that clients keep in the text of the model's messages, with its tags, to its own field.
+
+        The tags are text to the template, which could not tell it from the answer. Texts with a breakpoint stay.
+        """
+        if self.reasoning_format is None or self.reasoning_format is HARMONY_REASONING:
+            return messages
+        separated = list(messages)
+        fixed = {breakpoint.message for breakpoint in breakpoints}
+        for index in set(range(len(messages))) - fixed:
+            message = messages[index]
+            is_whole = message.role == "assistant" and message.reasoning is None
+            parts = self.reasoning_format.split_text(message.content) if is_whole else None
+            if parts is not None:
+                separated[index] = replace(message, reasoning=parts[0], content=parts[1])
+        return separated
 
     def _parse_reasoning(self, options: ChatOptions, messages: list[Message]) -> ReasoningOptions:
         """Parse the reasoning options. Reasoning that the answer continues needs a prompt with reasoning."""

@@ -44,6 +44,16 @@ class ReasoningFormat:
         """Return whether the prompt ends inside reasoning, i.e. the template wrote the start tag."""
         return prompt.rstrip().endswith(self.start_tag)
 
+    def split_text(self, text: str) -> tuple[str, str] | None:
+        """Split a text that begins with its reasoning into reasoning and answer; None for other texts.
+
+        >>> THINK.split_text("<think>\\nTwo and two.\\n</think>\\n\\nFour"), THINK.split_text("Tags: <think>…</think>")
+        (('Two and two.', 'Four'), None)
+        """
+        start, _, rest = text.partition(self.start_tag)
+        reasoning, end, answer = rest.partition(self.end_tag)
+        return (reasoning.strip("\n"), answer.lstrip("\n")) if end and not start.strip() else None
+
     def write_continuation(self, prompt: str, reasoning: str, text: str) -> str:
         """Return what follows the prompt of an answer that begins with `reasoning` and `text`. Without text, the
         answer is still inside the reasoning.
