@@ -111,6 +111,14 @@ def open_vocabulary(tmp_path, stack):
     return load
 
 
+def test_tokens_for_projects_and_files_are_known(open_vocabulary):
+    document = build_document("qwen2")
+    for number, name in enumerate(("fim_rep", "fim_sep")):
+        document.set(f"tokenizer.ggml.{name}_token_id", ValueType.UINT32, number)
+    special = open_vocabulary(document).special_tokens
+    assert (special["fim_rep"], special["fim_sep"]) == (0, 1)
+
+
 def tokenize_in_child(characters: int, nbytes: int, names: tuple[str, ...], timeout: float) -> list[list[str]]:
     """Tokenize every shape with every pre-tokenizer in a child process. Return a row for each."""
     command = [sys.executable, pre_tokenizers.__file__, str(characters), str(nbytes), *names]
