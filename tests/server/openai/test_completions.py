@@ -9,6 +9,7 @@ import pytest
 
 import afterglow
 from afterglow.errors import PromptTooLong
+from afterglow.server.installed import RequestDefaults
 from afterglow.server.openai.completions import fit_prompt
 from afterglow.server.openai.schema.completions import CompletionRequest
 
@@ -28,7 +29,7 @@ def build_body(**fields: object) -> CompletionRequest:
 def test_shift_keeps_the_bos_token(model: afterglow.Model) -> None:
     bos = model.vocabulary.special_tokens["bos"]
     text = [30 + n % 200 for n in range(300)]
-    prompt = fit_prompt(model, build_body(max_tokens=16), [bos, *text])
+    prompt = fit_prompt(model, build_body(max_tokens=16), [bos, *text], RequestDefaults())
     assert list(prompt.tokens) == [bos, *text[61:]]
     assert prompt.truncation is not None
     assert prompt.truncation.dropped_tokens == 61
@@ -36,10 +37,10 @@ def test_shift_keeps_the_bos_token(model: afterglow.Model) -> None:
 
 def test_shift_of_an_infill_prompt_drops_only_the_start_of_the_text_before_the_gap(model: afterglow.Model) -> None:
     special = model.vocabulary.special_tokens
-    prompt = fit_prompt(model, build_body(max_tokens=16, suffix="y" * 20), "ab" * 200)
+    prompt = fit_prompt(model, build_body(max_tokens=16, suffix="y" * 20), "ab" * 200, RequestDefaults())
     tokens = list(prompt.tokens)
     assert tokens[0] == special["fim_pre"]
     assert tokens[-22:] == [special["fim_suf"], *model.tokenize("y" * 20), special["fim_mid"]]
     assert len(tokens) == 240
     with pytest.raises(PromptTooLong):
-        fit_prompt(model, build_body(max_tokens=16, suffix="y" * 300), "ab")
+        fit_prompt(model, build_body(max_tokens=16, suffix="y" * 300), "ab", RequestDefaults())
