@@ -255,9 +255,9 @@ def test_only_the_reasoning_of_a_message_gets_reasoning_tags(tag_chat):
     chat, vocabulary = tag_chat
     reasoned = chat.plan([Message(role="assistant", content="a", reasoning="why"), ("user", "q")], ChatOptions()).prompt
     assert list_tags(vocabulary, reasoned) == ["<think>", "</think>"]
-    written = chat.plan([("assistant", "<think>why</think>a"), ("user", "q")], ChatOptions()).prompt
+    written = chat.plan([("assistant", "so <think>why</think>a"), ("user", "q")], ChatOptions()).prompt
     assert list_tags(vocabulary, written) == []
-    assert written.text == reasoned.text
+    assert "so <think>why</think>a" in written.text
 
 
 @pytest.mark.native
