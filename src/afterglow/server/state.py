@@ -239,10 +239,12 @@ async def _name_fields(work: Coroutine[Any, Any, Response], fields: Mapping[str,
         return await work
     except (RequestError, APIError) as error:
         api_error = to_api_error(error)
-        name = fields.get(api_error.param or "")
-        if name is not None and name != api_error.param:
-            api_error.message = api_error.message.replace(f"`{api_error.param}`", f"`{name}`")
-            api_error.param = name
+        param = api_error.param or ""
+        first = param if param in fields else param.partition(".")[0]
+        if (name := fields.get(first, first)) != first:
+            api_error.param = name + param[len(first) :]
+            for written in (param, getattr(error, "name", param)):
+                api_error.message = api_error.message.replace(f"`{written}`", f"`{api_error.param}`")
         raise api_error from None
 
 

@@ -664,6 +664,31 @@ def _(server: ServerProcess) -> None:
     assert server.chat(response_format={"type": "text"})["choices"][0]["message"]["content"] == CYCLE[:8]
     invalid = server.chat(response_format={"type": "regex", "pattern": "["})
     assert (invalid["status"], invalid["error"]["code"]) == (400, "invalid_grammar")
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        *(
+            (path, field, value)
+            for path in ("/v1/chat/completions", "/v1/completions")
+            for field, value in (
+                ("response_format", {"type": "regex", "pattern": "["}),
+                ("grammar", "root ::="),
+                ("guided_regex", "["),
+            )
+        ),
+        ("/api/chat", "format", {"type": "integer", "multipleOf": 0.3, "not": {"const": 3}}),
+        ("/api/generate", "images", ["AAAA"]),
+    ],
+)
+def test_errors_name_the_field_of_the_request(server: ServerProcess, path: str, field: str, value: object) -> None:
+    message = {"role": "user", "content": "hello"}
+    prompt = {"messages": [message]} if "chat" in path else {"prompt": "hello"}
+    response = server.post(path, {"model": "tiny", **prompt, field: value})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert f"`{field}" in (error if isinstance(error, str) else f"`{error['param']}")
     huge = server.chat(response_format={"type": "regex", "pattern": "a" * 1_100_000})
     assert huge["error"]["code"] == "limit_exceeded"
 

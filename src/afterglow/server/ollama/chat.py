@@ -28,7 +28,7 @@ def build_router(state: ServerState) -> APIRouter:
     @router.post("/api/chat", summary="Ollama: continue a conversation")
     async def chat(body: OllamaChatRequest, request: Request) -> Response:
         work = create_chat(state, library, body, get_tenant_salt(request))
-        return await state.run_while_connected(request, work, "messages")
+        return await state.run_while_connected(request, work, "messages", other_fields=conversion.FORMAT_FIELDS)
 
     return router
 

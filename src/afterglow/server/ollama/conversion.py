@@ -23,6 +23,7 @@ from afterglow.server.ollama.schema import OllamaGenerationBody, OllamaMessage, 
 from afterglow.server.schema.sampling import SamplingFields
 from afterglow.server.state import ServerState
 
+FORMAT_FIELDS = {"response_format": "format"}  # names in errors
 GO_TEMPLATE_PATTERN = re.compile(r"\{\{-?\s*(?:\.[A-Za-z]|\$\.?|(?:if|range|with|end|else|define|template|block)\b)")
 RANDOM_SEED = -1
 VALUE_KEYWORDS = frozenset({"const", "default", "enum", "examples"})  # of JSON schema; their values are no schemas

@@ -39,7 +39,9 @@ def build_router(state: ServerState) -> APIRouter:
     @router.post("/api/generate", summary="Ollama: respond to a prompt")
     async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
         work = create_response(state, library, body, get_tenant_salt(request))
-        return await state.run_while_connected(request, work, "prompt")
+        images = f"messages[{1 if body.system else 0}].content"
+        fields = {**conversion.FORMAT_FIELDS, images: "images"}
+        return await state.run_while_connected(request, work, "prompt", other_fields=fields)
 
     return router
 

@@ -37,7 +37,7 @@ from afterglow.server.openai.schema.chat import (
     dump_fields,
     parse_max_tokens,
 )
-from afterglow.server.openai.schema.foreign import build_response_format
+from afterglow.server.openai.schema.foreign import build_response_format, find_format_field
 from afterglow.server.priority import get_served_tier
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
@@ -54,6 +54,7 @@ def build_router(state: ServerState) -> APIRouter:
             create_chat_completion(state, body, get_tenant_salt(request)),
             "messages",
             STREAM_FORMAT if body.stream else None,
+            {"response_format": find_format_field(body)},
         )
 
     return router

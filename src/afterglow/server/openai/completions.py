@@ -32,7 +32,7 @@ from afterglow.server.openai.formatting import (
 )
 from afterglow.server.openai.schema.chat import parse_max_tokens
 from afterglow.server.openai.schema.completions import CompletionRequest, list_prompts
-from afterglow.server.openai.schema.foreign import build_response_format
+from afterglow.server.openai.schema.foreign import build_response_format, find_format_field
 from afterglow.server.priority import get_served_tier, is_batch_line
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
@@ -49,6 +49,7 @@ def build_router(state: ServerState) -> APIRouter:
             create_completion(state, body, get_tenant_salt(request)),
             "prompt",
             STREAM_FORMAT if body.stream else None,
+            {"response_format": find_format_field(body)},
         )
 
     return router

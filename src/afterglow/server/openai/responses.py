@@ -73,6 +73,7 @@ def build_router(state: ServerState) -> APIRouter:
             create_response(state, store, body, get_tenant_salt(request)),
             "input",
             STREAM_FORMAT if body.stream else None,
+            {"response_format": "text.format"},
         )
 
     async def count_input_tokens(body: ResponseRequest, request: Request) -> dict[str, Any]:

@@ -25,6 +25,12 @@ from afterglow.server.schema.base import (
 )
 from afterglow.server.settings import KeepAlive
 
+# Fields of other servers with the meaning of `response_format`.
+OTHER_FORMAT_FIELDS = (
+    *("json_schema", "grammar", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    "structured_outputs",
+)
+
 
 class TextFormat(StrictModel):
     type: Literal["text"]
@@ -180,6 +186,11 @@ class ForeignFields(StrictModel):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk that has the usage."""
         return bool((self.stream_options and self.stream_options.include_usage) or (self.usage and self.usage.include))
+
+
+def find_format_field(body: ForeignFields) -> str:
+    """Return the field that sets the format of the output; `response_format` if none does."""
+    return next((name for name in OTHER_FORMAT_FIELDS if getattr(body, name)), "response_format")
 
 
 def build_response_format(body: ForeignFields) -> dict[str, Any] | None:
