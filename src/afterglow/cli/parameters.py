@@ -36,7 +36,7 @@ UNSET_TEXTS = {"max_tokens": "no limit", "seed": "random", "stop": "none", "reas
 SAMPLING_TYPES = {
     name: hint
     for name, hint in get_type_hints(Sampling).items()
-    if name not in ("logit_bias", "grammar", "dry_sequence_breakers", "seed")
+    if name not in ("logit_bias", "grammar", "dry_sequence_breakers", "samplers", "seed")
 }
 PARAMETERS = (*SAMPLING_TYPES, *RESPONSE_PARSERS)
 OLLAMA_NAMES = {"num_predict": "max_tokens", "num_ctx": "context", "think": "reasoning"}
