@@ -376,6 +376,8 @@ class PrefixCache:
         slower = self.store.tiers[1:]
         if slower and store_idle:
             before = [replace(tier.counters) for tier in slower]
+            self.store.flush(timeout)
+            self.store.refresh()  # what other processes removed is stored again
             for slot in sorted(idle, key=lambda slot: -slot.last_used):
                 if time.monotonic() < deadline:
                     self._write_to_disk(slot, keep_all=True, wait_seconds=deadline - time.monotonic())

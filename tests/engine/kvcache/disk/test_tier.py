@@ -92,7 +92,7 @@ def test_a_disk_that_is_faster_than_its_estimate_is_used_and_measured(make_engin
     first.close()
     second = make_engine()
     costs = second.prefix_cache.cost_model
-    costs.add_stored({"prefill": {"10": 0.01}, "disk": 1.0})  # one second per byte
+    costs.add_stored({**costs.to_dict(), "prefill": {"10": 0.01}, "disk": 1.0})  # one second per byte
     assert ask(second, prompt(200) + prompt(5, 7)).cached == 200
     assert costs.seconds_per_disk_byte < 0.01
 
@@ -120,7 +120,7 @@ def test_a_disk_that_is_slower_than_computing_is_measured_once_and_not_used(make
     first.close()
     second = make_engine(settings={"ram_cache_bytes": 20_000})
     costs = second.prefix_cache.cost_model
-    costs.add_stored({"prefill": {"10": 1e-9}, "disk": 1.0})
+    costs.add_stored({**costs.to_dict(), "prefill": {"10": 1e-9}, "disk": 1.0})
     monkeypatch.setattr(costs.prefill_costs, "record", lambda entries, seconds: None)  # computing stays fast
     reads = []
     monkeypatch.setattr(costs._disk, "add", reads.append)

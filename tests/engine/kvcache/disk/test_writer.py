@@ -233,6 +233,24 @@ def test_a_conversation_in_ram_is_written_again_when_the_engine_closes(make_engi
     assert ask_again(make_engine, "attention", entries).cached == len(entries) - 1
 
 
+@every_kind
+def test_a_close_right_after_a_clear_stores_conversations_from_their_beginning(make_engine, folder, monkeypatch, kind):
+    """The beginning was only on disk and in the KV cache, and the engine has not heard yet that it is gone."""
+    first = make_engine(kind)
+    entries = start_conversation(first)
+    first.close()
+    monkeypatch.setattr(disk_writer, "POLL_INTERVAL_SECONDS", 600.0)
+    engine = make_engine(kind)
+    monkeypatch.setattr(engine.prefix_cache.store.ram, "promote", lambda block, rows: None)  # RAM is full
+    assert ask(engine, [*entries, 5], max_tokens=1).cached > 0
+    disk.clear(folder)
+    longer = [*entries, 5, *prompt(40, 7)]
+    ask(engine, longer, max_tokens=1)
+    engine.close()
+    assert find_orphans(folder) == []
+    assert ask_again(make_engine, kind, longer).cached >= len(longer) - 1
+
+
 def test_an_eviction_by_another_engine_is_heard(make_engine, folder):
     engine = make_engine()
     entries = start_conversation(engine)

@@ -207,12 +207,16 @@ class DiskWriter:
         return loaded
 
     def flush(self, timeout: float = FLUSH_TIMEOUT_SECONDS) -> bool:
-        """Wait until everything in the queue is written; return False if it is not within `timeout` seconds."""
+        """Wait until everything in the queue is written, and what other processes removed is reported.
+
+        Returns False if it is not within `timeout` seconds.
+        """
         done = threading.Event()
 
         def write_all() -> None:
             while time.monotonic() <= self._deadline and (write := self._pop_write()) is not None:
                 self._run_task(write)
+            self._run_task(self._poll_index)
             done.set()
 
         return self._submit(write_all) and done.wait(timeout)
