@@ -293,7 +293,7 @@ def test_concurrent_requests_share_decodes(server: ServerProcess) -> None:
             async def complete(number: int) -> str:
                 messages: list[Any] = [{"role": "user", "content": f"task {number}"}]
                 stream = await client.chat.completions.create(
-                    model="hybrid", messages=messages, max_tokens=30, temperature=0, stream=True
+                    model="hybrid", messages=messages, max_tokens=200, temperature=0, stream=True
                 )
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
@@ -303,7 +303,7 @@ def test_concurrent_requests_share_decodes(server: ServerProcess) -> None:
         threads = [pool.submit(complete_in_thread, number) for number in range(8)]
         streamed = pool.submit(lambda: asyncio.run(complete_in_tasks()))
         assert {thread.result() for thread in threads} == {(CYCLE * 2)[:30]}
-        assert set(streamed.result()) == {(CYCLE * 2)[:30]}
+        assert set(streamed.result()) == {(CYCLE * 9)[:200]}  # long enough to meet each other on a busy machine
     assert server.get_counters("hybrid")["max_batch_jobs"] > 1
 
 
