@@ -279,7 +279,7 @@ class ServerSettings(pydantic.BaseModel):
         float, pydantic.Field(gt=0, allow_inf_nan=False), pydantic.BeforeValidator(parse_keep_alive)
     ] = pydantic.Field(
         30 * 24 * 3600.0,
-        description="Seconds after which files and ended batches are deleted, or a duration such as `72h`.",
+        description="Seconds after which files and ended batches are deleted, or a duration such as `72h`. Default: 30 days.",
     )
     max_conversations: int = pydantic.Field(
         10_000, ge=0, description="Maximum conversations of the web page, for each API key."

@@ -1,1 +1,1 @@
-"""Read-only views of cached state, and its maintenance: pins, snapshots, archives, verification."""
+"""Views of cached state, and operations on it: pins, snapshots, archives, verification."""
