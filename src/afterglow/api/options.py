@@ -642,8 +642,8 @@ def describe_option(name: str, field: FieldInfo) -> str:
     >>> describe_option("mlock", get_fields(LoadOptions)["mlock"])
     'Keep the model in RAM; it is never swapped out. Default: false.'
     """
-    default = format_default(name, field)
-    return f"{field.description or ''} {f'Default: {default.removesuffix(".")}.' if default else ''}".strip()
+    default = format_default(name, field).removesuffix(".")
+    return f"{field.description or ''} {f'Default: {default}.' if default else ''}".strip()
 
 
 def document_options(declaration: type) -> Callable[[FunctionT], FunctionT]:
