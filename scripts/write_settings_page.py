@@ -105,8 +105,10 @@ def format_type(name: str, annotation: Any) -> str:
     """Return a type in words."""
     if name.endswith("_bytes"):
         return "size"
-    if name == "keep_alive":
+    if name in ("keep_alive", "file_retention"):
         return "duration"
+    if name == "lora":
+        return "list of names, each with or without a scale"
     if get_origin(annotation) is Annotated:
         return format_type(name, get_args(annotation)[0])
     if get_origin(annotation) is Literal:

@@ -1,4 +1,4 @@
-"""A stream has signs of life while its model is loaded or its summary is written, on every API with events."""
+"""A stream has keep-alive pings while its model is loaded or its summary is written, on every API with events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def pinging(caches_of_our_own: None) -> Iterator[ServerProcess]:
-    """A server that sends signs of life a hundred times a second."""
+    """A server that sends keep-alive pings a hundred times a second."""
     process = ServerProcess(
         f"tiny={models.get_path('successor-attention')}", "--context", "1024", AFTERGLOW_SERVER_PING_SECONDS="0.01"
     )

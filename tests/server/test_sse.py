@@ -1,4 +1,4 @@
-"""Server-sent events: signs of life of a stream, also before its response exists; events that differ in one text."""
+"""Server-sent events: keep-alive pings of a stream, also before its response exists; events that differ in one text."""
 
 from __future__ import annotations
 

@@ -78,9 +78,13 @@ def select_names(allow: Collection[str], effects: Mapping[str, Effect]) -> froze
     """
     if isinstance(allow, str):
         raise InvalidArgument("allow", f"must be a set of effects and names, not the text {allow!r}")
+    tools = ", ".join(sorted(effects)) or "there are none"
     for word in allow:
         if word not in EFFECTS and not any(fnmatch.fnmatchcase(name, word) for name in effects):
-            raise InvalidArgument("allow", f"{word!r} is neither an effect ({', '.join(EFFECTS)}) nor matches a tool")
+            raise InvalidArgument(
+                "allow",
+                f"{word!r} is neither an effect ({', '.join(EFFECTS)}) nor matches a tool: {tools}",
+            )
     return frozenset(
         name
         for name, effect in effects.items()

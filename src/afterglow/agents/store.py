@@ -109,7 +109,9 @@ class RunStore(Closeable):
                 "SELECT id, run, time, kind, body, digest FROM rows WHERE run = ? ORDER BY id", (run,)
             ).fetchall()
         if not found and not missing_ok:
-            raise InvalidArgument("run", f"there is no run {run!r} in {self.path or 'memory'}; `afterglow runs list`")
+            raise InvalidArgument(
+                "run", f"there is no run {run!r} in {self.path or 'memory'}; `afterglow runs list` shows the ids"
+            )
         return [Row(id, run, created, kind, json.loads(body), digest) for id, run, created, kind, body, digest in found]
 
     def list_runs(self) -> list[RunSummary]:

@@ -39,9 +39,10 @@ GPU_BATCH_ROWS = 16_384  # large decodes, because a GPU is idle between two of t
 GPU_UBATCH_ROWS = 2048  # computed at once: with fewer rows, a GPU spends more of its time on reading the weights
 PROCESS_BYTES = 128 * MIB  # Python and libraries of an engine process; measured 76 to 104 MB
 MAX_RAM_RESERVE_BYTES = 2 * GIB  # for the system
-RAM_RESERVE_SHARE, GPU_RESERVE_SHARE = 8, 16  # one of so many bytes that are free
+RAM_RESERVE_FRACTION = 1 / 8  # of the free RAM: for other programs and the page cache
+GPU_RESERVE_FRACTION = 1 / 16  # of the free memory of a GPU: for drivers and graphs
 MAX_RAM_CACHE_BYTES = 2 * GIB
-RAM_CACHE_SHARE, MIN_RAM_CACHE_SHARE = 4, 16
+RAM_CACHE_FRACTION, MIN_RAM_CACHE_FRACTION = 1 / 4, 1 / 16  # of the free RAM
 PLANNED_OPTIONS = (
     "context", "sequences", "kv_unified", "cache_type_k", "cache_type_v", "gpu_layers", "cpu_moe_layers", "batch",
     "ubatch", "ram_cache_bytes",
@@ -174,14 +175,15 @@ class _Planner:
         self._has_gpu = self._gpu_free > 0
         # What the user asks for may use everything; what is chosen here leaves a reserve.
         is_given = "context" in self._given
-        ram_reserve = 0 if is_given else min(MAX_RAM_RESERVE_BYTES, memory.ram_bytes // RAM_RESERVE_SHARE)
+        ram_reserve = 0 if is_given else min(MAX_RAM_RESERVE_BYTES, int(memory.ram_bytes * RAM_RESERVE_FRACTION))
         self._ram_limit = memory.ram_bytes - ram_reserve
-        self._gpu_limit = self._gpu_free - (0 if is_given else self._gpu_free // GPU_RESERVE_SHARE)
+        self._gpu_limit = self._gpu_free - (0 if is_given else int(self._gpu_free * GPU_RESERVE_FRACTION))
         self._ram_cache_bytes: int = self._given.get(
-            "ram_cache_bytes", min(MAX_RAM_CACHE_BYTES, memory.ram_bytes // RAM_CACHE_SHARE)
+            "ram_cache_bytes", min(MAX_RAM_CACHE_BYTES, int(memory.ram_bytes * RAM_CACHE_FRACTION))
         )
         self._min_ram_cache_bytes: int = self._given.get(
-            "ram_cache_bytes", 0 if is_given else min(MAX_RAM_CACHE_BYTES, memory.ram_bytes // MIN_RAM_CACHE_SHARE)
+            "ram_cache_bytes",
+            0 if is_given else min(MAX_RAM_CACHE_BYTES, int(memory.ram_bytes * MIN_RAM_CACHE_FRACTION)),
         )
         self.longest = min(facts.hyperparameters.trained_context or UNKNOWN_TRAINED_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS)
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from afterglow.api.fit import RAM_RESERVE_FRACTION, WANTED_CONTEXT_TOKENS
 from afterglow.errors import OutOfMemory
 from afterglow.llama.gguf.footprint import estimate_footprint
 from afterglow.llama.gguf.header import read_header
 from afterglow.llama.library.devices import get_free_memory
 from afterglow.llama.settings import ContextSettings
 from afterglow.registry import Variant
-
-CONTEXT_TOKENS = 32_768
-RESERVE_FRACTION = 1 / 8  # of the free memory, for drivers, page cache and other programs
 
 
 def choose_quantization(header: Path, variants: Sequence[Variant]) -> Variant:
@@ -23,19 +21,23 @@ def choose_quantization(header: Path, variants: Sequence[Variant]) -> Variant:
     fits.
     """
     context_bytes = estimate_context_bytes(header)
-    budgets = [int(free * (1 - RESERVE_FRACTION)) for free in (get_free_memory(gpu=True), get_free_memory(gpu=False))]
+    budgets = [
+        int(free * (1 - RAM_RESERVE_FRACTION)) for free in (get_free_memory(gpu=True), get_free_memory(gpu=False))
+    ]
     for budget in budgets:
         for variant in variants:
             if variant.size + context_bytes <= budget:
                 return variant
     smallest = variants[-1]
     advice = (
-        f"no quantization fits with a context of {CONTEXT_TOKENS:,} tokens; the smallest is {smallest.quantization}. "
-        "Name it to pull it anyway (owner/repo:QUANT), and load it with a shorter context"
+        f"no quantization fits with a context of {WANTED_CONTEXT_TOKENS:,} tokens; the smallest is "
+        f"{smallest.quantization}. Name it to pull it anyway (owner/repo:QUANT), and load it with a shorter context"
     )
     raise OutOfMemory(smallest.size + context_bytes, max(budgets), advice)
 
 
 def estimate_context_bytes(header: Path) -> int:
-    """Return the bytes of one context of 32,768 tokens beside the weights."""
-    return estimate_footprint(read_header(header), ContextSettings(cells=CONTEXT_TOKENS, sequences=1)).context_bytes
+    """Return the bytes of one context of 32,768 tokens, in addition to the weights."""
+    return estimate_footprint(
+        read_header(header), ContextSettings(cells=WANTED_CONTEXT_TOKENS, sequences=1)
+    ).context_bytes

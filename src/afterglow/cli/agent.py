@@ -49,7 +49,9 @@ DenyOption = Annotated[
     list[str] | None,
     typer.Option("--deny", help="Effect, tool or pattern to deny. All other calls are asked about. Repeatable."),
 ]
-StoreOption = Annotated[Path | None, typer.Option("--store", help="File of runs. Default: in the data of the user.")]
+StoreOption = Annotated[
+    Path | None, typer.Option("--store", help="SQLite file of the runs. Default: in the user's data directory.")
+]
 
 
 @options.accept_settings([*options.GENERATION_OPTIONS, *options.MODEL_OPTIONS])
@@ -65,8 +67,8 @@ def agent(
         list[str] | None, typer.Option("--answer", help="CALL=allow or CALL=deny for a call that waits. Repeatable.")
     ] = None,
     roles: Annotated[Path | None, typer.Option(help="Directory of Markdown files with roles of children.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="Limit of messages of the model.", min=1)] = None,
-    seconds: Annotated[float | None, typer.Option(help="Limit of seconds.", min=0)] = None,
+    rounds: Annotated[int | None, typer.Option(help="Maximum number of model messages.", min=1)] = None,
+    seconds: Annotated[float | None, typer.Option(help="Maximum duration in seconds.", min=0)] = None,
     store: StoreOption = None,
 ) -> None:
     """Work on a task with the tools of MCP servers.

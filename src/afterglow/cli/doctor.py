@@ -33,7 +33,7 @@ REPORTED_CPU_FEATURES = (
 REPORTED_PACKAGES = ("cffi", "numpy", "gguf", "blake3", "xllamacpp", "llama-cpp-py-sync", "huggingface-hub")
 GPU_TOOLS = {"nvidia-smi": "cuda", "rocm-smi": "rocm", "sycl-ls": "sycl", "vulkaninfo": "vulkan"}
 SELF_TEST_TIMEOUT_SECONDS = 60
-BYTES_PER_GIB = 1024**3
+GIB = 1024**3
 
 Fact = tuple[str, str]
 
@@ -85,7 +85,7 @@ def collect_machine() -> Iterator[Fact]:
         reported = " ".join(feature for feature in REPORTED_CPU_FEATURES if feature in features)
     yield "processor", f"{cpu.get_architecture()}, {psutil.cpu_count(logical=False)} cores, {reported}"
     memory = psutil.virtual_memory()
-    yield "memory", f"{memory.available / BYTES_PER_GIB:.1f} of {memory.total / BYTES_PER_GIB:.1f} GiB free"
+    yield "memory", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
     yield "models in", str(registry.models_directory())
     yield "cache in", str(get_cache_directory(""))
     yield "models", ", ".join(model.name for model in registry.list_installed()) or "none: run `afterglow models pull`"
@@ -102,7 +102,7 @@ def collect_library() -> Iterator[Fact]:
 def collect_devices() -> Iterator[Fact]:
     devices = list_devices()
     for device in devices:
-        free_memory = f"{device.free_bytes / BYTES_PER_GIB:.1f} of {device.total_bytes / BYTES_PER_GIB:.1f} GiB free"
+        free_memory = f"{device.free_bytes / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free"
         yield f"device {device.name}", f"{device.description} ({device.kind}, {device.backend}, {free_memory})"
     extras = [extra for tool, extra in GPU_TOOLS.items() if shutil.which(tool) and has_gpu(tool)]
     uses_gpu = any("gpu" in device.kind for device in devices)

@@ -30,7 +30,9 @@ def find_run(store: RunStore, prefix: str) -> str:
     """Return the id of the run that begins with a text."""
     ids = [run.id for run in store.list_runs() if run.id.startswith(prefix)]
     if len(ids) != 1 and prefix not in ids:
-        raise InvalidArgument("RUN", f"{prefix!r} is a prefix of {len(ids)} runs; `afterglow runs list`")
+        raise InvalidArgument(
+            "RUN", f"{prefix!r} is a prefix of {len(ids)} runs; `afterglow runs list` shows their ids"
+        )
     return prefix if prefix in ids else ids[0]
 
 

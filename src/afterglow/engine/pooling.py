@@ -31,8 +31,8 @@ CPU_ROWS = 128  # of one decode: more are slower, because attention computes the
 MAX_CORE_ROWS = 256  # of one decode of one core; longer texts are computed by all cores together
 MAX_CORE_SECONDS = 1.0  # of one decode of one core: other texts wait for it
 MAX_CORES_BYTES = 128 * 1024**2  # of the logits of the contexts of all cores: every row of a context has some
-SEQUENCES = 64  # of a context
-MAX_TEXTS = SEQUENCES - 1  # of one decode
+POOLING_SEQUENCES = 64  # of a context
+MAX_TEXTS = POOLING_SEQUENCES - 1  # of one decode
 CALL_SECONDS = 0.05  # of decodes in one call of an idle engine: how long a request that arrives may wait for them
 PREFIX_SEQUENCE = 0  # holds the shared prefix; the texts are the sequences after it
 LAST_TOKEN_RANKERS = ("qwen3", "qwen3vl")  # architectures
@@ -342,7 +342,7 @@ def _build_settings(target: LlamaContext, purpose: Purpose, rows: int) -> Contex
     return replace(
         target.settings,
         cells=2 * rows,  # of the prefix and of the texts after it
-        sequences=SEQUENCES,
+        sequences=POOLING_SEQUENCES,
         batch=rows,
         ubatch=rows,
         kv_unified=True,
@@ -361,7 +361,7 @@ def round_rows(rows: int) -> int:
     >>> round_rows(65)
     128
     """
-    return -(-rows // SEQUENCES) * SEQUENCES
+    return -(-rows // POOLING_SEQUENCES) * POOLING_SEQUENCES
 
 
 def _read_pooling(target: LlamaContext) -> int:

@@ -1,7 +1,7 @@
 """Log-probabilities of the tokens of given texts, in a context of their own, so that they disturb no conversation.
 
-The context keeps the last text. A text that begins alike computes only the rest, as the questions of a benchmark after
-the same examples do.
+The context keeps the last text. A text with a common prefix computes only the rest, e.g. the questions of a benchmark
+after the same examples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from afterglow.errors import UnsupportedOperation
 from afterglow.llama.context import LlamaContext
 
 MIN_CELLS = 512  # of a context
-SEQUENCE = 0  # the only one of a context
+SCORING_SEQUENCE = 0  # the only sequence of the context
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ class ScoringContext(LlamaContext):
         if common == len(text.tokens):
             return text.rows
         start = max(0, common - 1)  # the logits of this row score the token behind it
-        if start < read - 1 and not self.memory.remove(SEQUENCE, start=start):
+        if start < read - 1 and not self.memory.remove(SCORING_SEQUENCE, start=start):
             start = 0
-            self.memory.remove(SEQUENCE)
+            self.memory.remove(SCORING_SEQUENCE)
         self._text, self._scores = text, self._scores[: start + 1] or [None]
         return start
 
@@ -144,11 +144,11 @@ class ScoringContext(LlamaContext):
         rows = text.tokens[start:stop].astype(np.int32)
         outputs = max(0, min(len(rows), stop + 1 - text.first))
         self.batch.clear()
-        self.batch.add(rows, position=start, sequence=SEQUENCE, outputs=outputs)
+        self.batch.add(rows, position=start, sequence=SCORING_SEQUENCE, outputs=outputs)
         try:
             self.decode()
         except BaseException:
-            self.memory.remove(SEQUENCE)
+            self.memory.remove(SCORING_SEQUENCE)
             self._scores = []
             raise
         scores: list[TokenLogprob | None] = [None] * (len(rows) - outputs)

@@ -77,13 +77,13 @@ class SlicedWork:
             if expected < SLICE_SECONDS:
                 yield
             else:
-                with self._lend_state(started + expected):
+                with self._allow_slices(started + expected):
                     yield
         finally:
             recent.append(time.perf_counter() - started)
 
     @contextlib.contextmanager
-    def _lend_state(self, deadline: float) -> Iterator[None]:
+    def _allow_slices(self, deadline: float) -> Iterator[None]:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="afterglow-slices", daemon=True)
             self._thread.start()

@@ -22,9 +22,9 @@ from afterglow.llama.state import SavedState
 from afterglow.paths import get_cache_directory
 
 PROBE_VERSION = 1  # changes if a probe finds more than before
-PREFIX_LENGTH, LENGTH = 3, 5
+PREFIX_TOKENS, PROBE_TOKENS = 3, 5
 SHIFT_POSITIONS = 7
-MIN_BATCH_ROWS = 2 * (LENGTH - PREFIX_LENGTH)
+MIN_BATCH_ROWS = 2 * (PROBE_TOKENS - PREFIX_TOKENS)
 MAX_RELATIVE_DIFFERENCE = 0.2  # of logits: another batch shape changes them by about 0.001, a wrong state by about 1
 REQUIRED_ABILITIES = {
     "attention": {"trim", "copy"},
@@ -100,21 +100,21 @@ def probe_memory(context: LlamaContext) -> MemoryAbilities:
 
 def _probe_memory(context: LlamaContext) -> MemoryAbilities:
     memory, size = context.memory, context.model.vocabulary.size
-    tokens = [(1 + number * max(1, size // 7)) % size for number in range(LENGTH)]
-    prefix, suffix = tokens[:PREFIX_LENGTH], tokens[PREFIX_LENGTH:]
+    tokens = [(1 + number * max(1, size // 7)) % size for number in range(PROBE_TOKENS)]
+    prefix, suffix = tokens[:PREFIX_TOKENS], tokens[PREFIX_TOKENS:]
     sequences = range(min(context.sequences, 2))
     _decode(context, {0: prefix}, 0)
     partial = None if memory.kind == "attention" else context.state.save(0, "partial")
     if len(sequences) > 1:
         memory.copy(0, 1)
-    logits = _decode(context, dict.fromkeys(sequences, suffix), PREFIX_LENGTH)
+    logits = _decode(context, dict.fromkeys(sequences, suffix), PREFIX_TOKENS)
     expected = logits[0]
-    trims = memory.remove(0, start=LENGTH - 1)
-    trims = trims and _are_equal(_decode(context, {0: suffix[-1:]}, LENGTH - 1)[0], expected)
+    trims = memory.remove(0, start=PROBE_TOKENS - 1)
+    trims = trims and _are_equal(_decode(context, {0: suffix[-1:]}, PROBE_TOKENS - 1)[0], expected)
     restores = False
     if partial is not None:
         context.state.load(0, partial)
-        restores = _are_equal(_decode(context, {0: suffix}, PREFIX_LENGTH)[0], expected)
+        restores = _are_equal(_decode(context, {0: suffix}, PREFIX_TOKENS)[0], expected)
     return MemoryAbilities(
         trim=trims,
         copy=all(_are_equal(logits[sequence], expected) for sequence in sequences),
@@ -131,11 +131,11 @@ def _shifts_exactly(
     try:
         memory.keep_only(0)  # a shift moves the cells of every sequence that shares them
         if partial is None:
-            memory.remove(0, start=PREFIX_LENGTH)
+            memory.remove(0, start=PREFIX_TOKENS)
         else:
             context.state.load(0, partial)
         memory.shift(0, SHIFT_POSITIONS)
-        return _are_equal(_decode(context, {0: suffix}, PREFIX_LENGTH + SHIFT_POSITIONS)[0], expected)
+        return _are_equal(_decode(context, {0: suffix}, PREFIX_TOKENS + SHIFT_POSITIONS)[0], expected)
     except AfterglowError:
         return False
 

@@ -14,15 +14,15 @@ from afterglow.llama.lora import LoraAdapter
 from afterglow.llama.model import LlamaModel
 from afterglow.llama.settings import ContextSettings
 
-GIBIBYTE = 1024**3
-MAX_DECODED_BYTES = 1 * GIBIBYTE  # larger models are loaded but not run: reading all weights takes too long
+GIB = 1024**3
+MAX_DECODED_BYTES = 1 * GIB  # larger models are loaded but not run: reading all weights takes too long
 PROBE_TEXT = bytes(range(1, 256)) + "Zürich 🌍 <|im_start|> the end.\n".encode()
 
 
 @contextlib.contextmanager
 def limit_memory(file_bytes: int) -> Iterator[None]:
     """Limit the address space of this process: false sizes in a file must not exhaust the machine's memory."""
-    limit = 4 * file_bytes + 16 * GIBIBYTE
+    limit = 4 * file_bytes + 16 * GIB
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)

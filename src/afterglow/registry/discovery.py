@@ -184,7 +184,7 @@ def read_layer(name: str, kind: str, blob: Path) -> str:
         with blob.open("rb") as stream:
             content = stream.read(MAX_LAYER_BYTES + 1)
         if len(content) > MAX_LAYER_BYTES:
-            raise InvalidModel(name, f"its layer `{kind}` has more than {MAX_LAYER_BYTES:,} bytes")
+            raise InvalidModel(name, f"its layer `{kind}` exceeds the limit of {MAX_LAYER_BYTES:,} bytes")
         return content.decode()
     except (OSError, ValueError) as error:
         raise InvalidModel(name, f"its layer `{kind}` cannot be read: {error}") from None

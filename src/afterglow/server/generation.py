@@ -515,7 +515,7 @@ class Generation:
         """Return the HTTP response, whole or as a stream, by default of server-sent events.
 
         The generation is closed at its end. An error before the first event of a stream is raised. `format_ping`
-        formats the signs of life of the stream.
+        formats the keep-alive pings of the stream.
         """
         if not stream:
             with contextlib.closing(self):

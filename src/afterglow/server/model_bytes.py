@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from afterglow.api.fit import FitPlan
+from afterglow.api.fit import GPU_RESERVE_FRACTION, RAM_RESERVE_FRACTION, FitPlan
 from afterglow.llama.library.devices import Device, MachineMemory, get_free_memory, list_devices, measure_memory
 from afterglow.llama.model import ModelSettings
 from afterglow.server.model_budget import RAM
-
-RAM_RESERVE_FRACTION = 1 / 8  # of the free RAM, for the server, page cache and other programs
-GPU_RESERVE_FRACTION = 1 / 16  # of the free memory of a GPU, for drivers and graphs
 
 
 def list_gpus() -> list[Device]:

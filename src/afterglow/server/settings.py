@@ -203,8 +203,8 @@ class ServerSettings(pydantic.BaseModel):
     ping_seconds: float = pydantic.Field(
         10.0,
         gt=0,
-        description="Interval of the signs of life of a stream: comments with the progress of a prefill, or the pings "
-        "of the API.",
+        description="Interval of the keep-alive pings of a stream: comments with the progress of a prefill, or the "
+        "pings of the API.",
     )
     stall_seconds: float = pydantic.Field(
         30.0,
@@ -279,7 +279,8 @@ class ServerSettings(pydantic.BaseModel):
         float, pydantic.Field(gt=0, allow_inf_nan=False), pydantic.BeforeValidator(parse_keep_alive)
     ] = pydantic.Field(
         30 * 24 * 3600.0,
-        description="Seconds after which files and ended batches are deleted, or a duration such as `72h`. Default: 30 days.",
+        description="Seconds after which files and ended batches are deleted, or a duration such as `72h`. "
+        "Default: 30 days.",
     )
     max_conversations: int = pydantic.Field(
         10_000, ge=0, description="Maximum conversations of the web page, for each API key."

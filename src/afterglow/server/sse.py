@@ -64,7 +64,7 @@ class EventTemplate:
 
 
 def format_ping_comment(progress: PrefillProgress | None) -> bytes:
-    """Format the sign of life of an idle stream as a comment, which clients skip.
+    """Format a keep-alive ping of an idle stream as a comment, which clients skip.
 
     >>> format_ping_comment(PrefillProgress("1", computed_entries=300, prompt_entries=400, seconds=3.0))
     b': ping, 75% of the prompt computed, 1 s left\\n\\n'
@@ -104,7 +104,7 @@ class EventStreamResponse(EventSourceResponse):
 
 @dataclass(frozen=True, slots=True)
 class StreamFormat:
-    """How an API formats the signs of life and the error of a stream that has no events yet."""
+    """How an API formats the keep-alive pings and the error of a stream that has no events yet."""
 
     format_error: Callable[[APIError], bytes]
     format_ping: PingFormat = format_ping_comment

@@ -164,7 +164,7 @@ class ServerState(Closeable):
 
         `prompt_field` is the request field that errors about the prompt name, `other_fields` are further ones by their
         name in /v1/chat/completions. With a `stream_format`, work that takes longer than `ping_seconds` starts its
-        stream early, so that the client is not left without a sign of life.
+        stream early, so that the client gets keep-alive pings.
         """
         response = asyncio.ensure_future(_name_fields(work, {"messages": prompt_field, **(other_fields or {})}))
         disconnect = asyncio.ensure_future(wait_for_disconnect(request.receive))

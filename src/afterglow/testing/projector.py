@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from afterglow.engine.multimodal.encoder_cache import build_media_entries
-from afterglow.engine.types.entries import Entry
 from afterglow.engine.types.media import MediaPart
 from afterglow.llama.projector import MediaChunk, MediaEmbedding, MediaPlaceholder
 from afterglow.media.policy import Modality
@@ -39,12 +37,6 @@ class FakeProjector:
     def measure(self, media: MediaData) -> MediaPlaceholder:
         """Return the prompt entries of media without encoding it."""
         return (MediaChunk(media.width if isinstance(media, ImageData) else 3, POSITIONS_PER_MEDIA, self.non_causal),)
-
-    def build_entries(self, media: MediaData) -> tuple[list[Entry], dict[bytes, MediaPart]]:
-        """Return the entries of media in a request, and the request's `media`."""
-        pairs = build_media_entries(media, self.measure(media), self.key)
-        parts = {part.compute_digest(self.key): part for _, part in pairs if part is not None}
-        return [entry for entry, _ in pairs], parts
 
     def encode(self, contents: Sequence[MediaData]) -> list[list[MediaEmbedding]]:
         self.encoding_started.set()

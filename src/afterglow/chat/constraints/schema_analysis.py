@@ -32,15 +32,6 @@ def build_resolver(root: JsonSchema) -> Resolver:
     return lambda schema: resolve_pointer(root, str(schema["$ref"]).removeprefix("#"))
 
 
-def follow_references(schema: JsonSchema, resolve: Resolver) -> JsonSchema:
-    """Return the target of a schema that is nothing but a reference."""
-    for _ in range(MAX_NESTED_SCHEMAS):
-        if not isinstance(schema, dict) or set(schema) != {"$ref"}:
-            break
-        schema = resolve(schema)
-    return schema
-
-
 def list_conjuncts(schema: JsonSchema, resolve: Resolver, depth: int = MAX_NESTED_SCHEMAS) -> list[JsonSchema]:
     """Return schemas of which an instance matches all: the schema, what it refers to, and `allOf`."""
     if not isinstance(schema, dict) or depth == 0:

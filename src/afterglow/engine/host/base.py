@@ -24,7 +24,7 @@ ResultT = TypeVar("ResultT")
 class EngineHost(Closeable, abc.ABC):
     """Runs engines of one model. By default there is one engine."""
 
-    store_report: StoreReport | None  # of the close
+    store_report: StoreReport | None  # set by `close`
 
     @property
     @abc.abstractmethod

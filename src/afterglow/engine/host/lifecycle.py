@@ -72,7 +72,7 @@ class Lifecycle(Closeable, ABC):
         self._model: LlamaModel | None = None
         self._info: EngineInfo | None = None
         self._host: EngineHost | None = None  # one that has given up stays until its successor runs
-        self._earlier_restarts = 0  # of and after hosts that have given up
+        self._earlier_restarts = 0  # restarts that replaced hosts have counted
 
     # --- properties
 

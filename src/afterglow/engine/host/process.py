@@ -84,7 +84,7 @@ class EngineProcess(EngineHost):
         that does not respond for `silence_timeout` seconds is killed and restarted.
         """
         self.take_over: TakeOver | None = None  # gets the requests that would wait for a restart to be repeated
-        self.store_report: StoreReport | None = None  # of the close; None: not closed, or the child died before
+        self.store_report: StoreReport | None = None  # set by `close`; None: not closed, or the child died before
         self._label = str(getattr(factory, "path", "an engine"))  # in the log
         self._progress = progress
         self._factory = pack("factory", factory)
@@ -155,7 +155,7 @@ class EngineProcess(EngineHost):
             self._repeats.append((submission, {stream.id for stream in streams}))
             self._send_next_repeat()
         for stream in streams:
-            if stream.is_cancelled:  # perhaps while no host had it
+            if stream.is_cancelled:  # during the hand-over
                 self.cancel(stream.id)
 
     def list_waiting(self) -> set[str]:

@@ -114,7 +114,7 @@ class CacheContents:
 
     sequences: tuple[CachedSequence, ...]
     checkpoints: tuple[CachedCheckpoint, ...]
-    tiers: dict[str, TierUsage]  # by name: "ram", "disk"
+    tiers: dict[str, TierUsage]  # by name: "ram", "disk", "shared"
     counters: dict[str, int]
     busy: bool
 

@@ -72,9 +72,9 @@ class ReplicaGroup(EngineHost):
         self._closing = threading.Event()
         self._latest = 0  # number of the replica that got the latest request
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._replaced_restarts = 0  # of hosts that were replaced
+        self._replaced_restarts = 0  # restarts that replaced hosts have counted
         self._calls = ThreadPoolExecutor(count, thread_name_prefix="afterglow-replicas")  # starts threads on demand
-        self.store_report: StoreReport | None = None  # of the close
+        self.store_report: StoreReport | None = None  # set by `close`
         hosts = [first]
         try:
             first.wait_until_ready()

@@ -33,7 +33,7 @@ class EngineThread(EngineHost):
         self._pending = PendingRequests(self.cancel)
         self._loop = EngineLoop(self._pending.deliver)
         self.has_crashed = False
-        self.store_report: StoreReport | None = None  # of the close
+        self.store_report: StoreReport | None = None  # set by `close`
         self._store_timeout = CLOSE_TIMEOUT_SECONDS
         self._engine: Engine | None = None
         self._started: Future[None] = Future()

@@ -84,7 +84,7 @@ class ForgetReport:
 
 
 class PrefixCache:
-    """Owns the sequences of the backend's KV cache, the tree over them, the checkpoints, and the RAM and disk tiers.
+    """Owns the sequences of the backend's KV cache, the tree over them, the checkpoints, and the slower tiers.
 
     A request calls `plan`, `acquire`, then `take_checkpoint` at its checkpoint positions during prefill, and `release`.
     """
@@ -177,7 +177,7 @@ class PrefixCache:
         return nbytes * self.cost_model.seconds_per_byte
 
     def search(self, entries: Entries, namespace: str, *, waits: bool) -> bool:
-        """Look in the shared store for more of a prompt than is here; return whether the search goes on."""
+        """Search the shared store for a longer prefix of a prompt; return whether the search is still running."""
         if self.store.object_tier is None:
             return False
         shared = (candidate.shared_entries for candidate in self._find_candidates(entries, namespace))
@@ -684,7 +684,7 @@ class PrefixCache:
                 return 0.0
 
     def _find_source_tier(self, plan: PrefixPlan) -> str:
-        """Return the slowest tier that a plan reads: "device", "ram" or "disk"; "none" for a prefix miss."""
+        """Return the slowest tier that a plan reads: "device", "ram", "disk" or "shared"; "none" for a miss."""
         if isinstance(plan, Fresh):
             return "none"
         if isinstance(plan, Continue | Fork):

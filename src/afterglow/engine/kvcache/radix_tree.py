@@ -62,11 +62,6 @@ class RadixTree(Generic[AnchorT]):
         """Return the node at the end of the path to `anchor`."""
         return self._nodes[anchor]
 
-    @property
-    def salts(self) -> list[str]:
-        """Salts that have anchors."""
-        return list(self._roots)
-
     def insert(self, entries: Entries, anchor: AnchorT, salt: str = "") -> None:
         """Insert `anchor` at the end of `entries`; move it if it is already in the tree."""
         if anchor in self._nodes:

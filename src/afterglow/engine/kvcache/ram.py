@@ -22,7 +22,7 @@ from afterglow.engine.types.counters import TierCounters
 from afterglow.engine.types.entries import Entries
 from afterglow.llama import page_buffers
 
-FORGOTTEN_FRACTION = 1 / 16  # of the budget: tables of blocks on disk that are dropped at once if nothing else is left
+BLOCK_TABLE_EVICTION_FRACTION = 1 / 16  # of the budget: what one eviction of block tables frees
 
 
 class RamTier:
@@ -199,7 +199,7 @@ class RamTier:
         unpinned = [block for block in self._tree if not (block.pinned or block.key in paths or self.holds(block))]
         unpinned.sort(key=lambda block: (block.last_used, -block.start))
         sizes = [(block, block.table_bytes) for block in unpinned]
-        for block in choose_victims(sizes, int(self.budget.limit * FORGOTTEN_FRACTION)):
+        for block in choose_victims(sizes, int(self.budget.limit * BLOCK_TABLE_EVICTION_FRACTION)):
             self._tree.remove(block)
         return bool(unpinned)
 

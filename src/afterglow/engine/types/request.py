@@ -140,7 +140,7 @@ class PlannedPrefix:
     """How the prefill of a request starts, and where its prompt differs from the nearest cached prefix."""
 
     kind: PlanKind
-    tier: str  # slowest tier that the prefix comes from: "device", "ram", "disk", or "none" for a prefix miss
+    tier: str  # slowest tier that the prefix comes from: "device", "ram", "disk", "shared"; "none" for a miss
     reused_entries: int
     seconds_saved: float  # estimated time to compute them, less that to load them; negative if loading takes longer
     shared_entries: int  # this and the next two as in `Explanation`

@@ -136,7 +136,7 @@ def build_stop(response: ChatResponse, max_tokens: int) -> dict[str, Any]:
 
 
 def format_ping(progress: PrefillProgress | None) -> bytes:
-    """Format the sign of life of a stream as an event, as Anthropic does."""
+    """Format a keep-alive ping of a stream as an event, as Anthropic does."""
     return format_event(PING_EVENT, "ping")
 
 

@@ -314,7 +314,7 @@ class BatchStore:
 
     @contextlib.contextmanager
     def claim(self, id: str) -> Iterator[bool]:
-        """Claim a batch, so that one process runs it; yields whether that worked. The kernel frees it on a kill."""
+        """Claim a batch for this process; yield True on success. The lock is released if the process dies."""
         with open(self.directory / "locks" / id, "w", opener=_open_private) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

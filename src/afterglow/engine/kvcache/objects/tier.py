@@ -52,7 +52,7 @@ MAX_QUEUED_WRITES = 4096
 MAX_STATE_PROBES = 64  # blocks after which a checkpoint is looked for, the deepest first
 SEARCH_TIMEOUT_SECONDS = 1.0
 LOAD_TIMEOUT_SECONDS, MIN_LOAD_TIMEOUT_SECONDS = 10.0, 0.5
-SEARCH_MEMORY_SECONDS = 2.0  # a search for the same prompt is not repeated within this time
+SEARCH_RESULT_TTL_SECONDS = 2.0  # a search for the same prompt is not repeated within this time
 RETRY_AFTER_SECONDS = 30.0  # pause after failures
 MAX_FAILURES = 3  # consecutive ones before the pause
 MIN_ROUND_TRIPS = 4  # a search takes about as many; a shorter prefill is not worth one
@@ -159,9 +159,9 @@ class ObjectTier:
     # --- search
 
     def search(self, entries: Entries, salt: str, known_length: int, *, waits: bool) -> bool:
-        """Look for a longer prefix of a prompt than is known; return whether the search goes on.
+        """Search for a longer prefix of a prompt than is known; return whether the search is still running.
 
-        With `waits`, it is complete or given up at the return. What is found is added to the tree.
+        With `waits`, return when it has ended or timed out. What is found is added to the tree.
         """
         missing_seconds = (len(entries) - 1 - known_length) * self._cost_model.seconds_per_entry
         if not self.health.is_available or missing_seconds < MIN_ROUND_TRIPS * self.latency_seconds:
@@ -191,7 +191,7 @@ class ObjectTier:
     def _drop_old_searches(self) -> None:
         now = time.monotonic()
         for key, search in list(self._searches.items()):
-            if now - search.started > SEARCH_MEMORY_SECONDS and search.future.done():
+            if now - search.started > SEARCH_RESULT_TTL_SECONDS and search.future.done():
                 del self._searches[key]
 
     def _find_prefix(self, entries: Entries, keys: Sequence[bytes], known: int) -> FoundPrefix:
