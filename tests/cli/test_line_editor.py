@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
 import stat
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -35,6 +41,47 @@ def complete(text: str) -> list[str]:
 )
 def test_commands_and_arguments_are_completed(text: str, completions: list[str]) -> None:
     assert complete(text) == completions
+
+
+TERMINATED_PROGRAM = """
+import os, signal, sys
+from prompt_toolkit.completion import DummyCompleter
+from prompt_toolkit.history import InMemoryHistory
+from rich.console import Console
+from afterglow.cli import keyboard, line_editor
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+class History(InMemoryHistory):  # which is loaded by a task of the line editor
+    def load_history_strings(self):
+        terminate()
+        return []
+
+with keyboard.exit_on_signals():
+    editor = line_editor.LineEditor(Console(), History(), DummyCompleter())
+    if sys.argv[1] == "before":
+        prompt = editor._session.prompt
+        editor._session.prompt = lambda *arguments, **options: (terminate(), prompt(*arguments, **options))
+    editor.read("> ")
+"""
+
+
+@pytest.mark.parametrize("moment", ["before", "in a task"])
+def test_a_terminated_line_editor_restores_the_terminal(moment: str) -> None:
+    keyboard, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
+    with os.fdopen(keyboard, "rb"), os.fdopen(terminal, "wb") as device:
+        child = subprocess.run(
+            [sys.executable, "-c", TERMINATED_PROGRAM, moment],
+            stdin=device,
+            stdout=device,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
+            timeout=60,
+        )
+        assert (child.returncode, child.stderr.decode()) == (128 + signal.SIGTERM, "")
+        assert termios.tcgetattr(terminal) == before
 
 
 def test_paths_are_completed(tmp_path: Path) -> None:

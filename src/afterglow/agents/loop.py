@@ -33,15 +33,13 @@ class RunState:
     """Everything that is known about a run. `Run` changes it only by the rows that it writes."""
 
     messages: list[Message] = field(default_factory=list)
-    results: dict[str, ToolResult] = field(
-        default_factory=dict
-    )  # of the last message's calls, by call id; empty when it has all
+    # Results of the last message's calls, by call id; empty when all calls have one.
+    results: dict[str, ToolResult] = field(default_factory=dict)
     intents: dict[str, ToolCall] = field(default_factory=dict)  # executed calls of this history, by id
     positions: dict[str, int] = field(default_factory=dict)  # index of the message with the call
     answers: dict[str, Decision] = field(default_factory=dict)  # of the person, by call
-    unanswered: set[str] = field(
-        default_factory=set
-    )  # calls about which a person was asked without an answer; not stored
+    # Calls about which a person was asked without an answer; not stored.
+    unanswered: set[str] = field(default_factory=set)
     finished_calls: dict[str, ToolResult] = field(default_factory=dict)  # of this history, by id
     children: list[str] = field(default_factory=list)  # runs that this history started
     marks: dict[str, tuple[int, int]] = field(default_factory=dict)  # number of messages and of children, by name

@@ -6,11 +6,13 @@ import contextlib
 import signal
 import sys
 import termios
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
 ItemT = TypeVar("ItemT")
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+SignalHandler = Callable[[int, FrameType | None], None]
 
 
 @contextlib.contextmanager
@@ -85,18 +87,42 @@ class InterruptGuard:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into `SystemExit`, and restore the mode of the terminal on exit.
-
-    The line editor restores the mode itself, except if the signal arrives while it changes the mode.
-    """
+    """Turn SIGTERM and SIGHUP into `SystemExit`, and restore the mode of the terminal on exit."""
 
     def exit_process(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    previous = {number: signal.signal(number, exit_process) for number in (signal.SIGTERM, signal.SIGHUP)}
+    with handle_signals(exit_process), restore_terminal_mode():
+        yield
+
+
+@contextlib.contextmanager
+def defer_signals(stop: Callable[[], None]) -> Iterator[list[int]]:
+    """Call `stop` when SIGTERM or SIGHUP arrives, and deliver the signal at the end of the block.
+
+    For code that an exception may not interrupt at any place: `stop`, called in the middle of it, asks it to end.
+    Yields the signals that have arrived.
+    """
+    received: list[int] = []
+
+    def record_signal(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        stop()
+
     try:
-        with restore_terminal_mode():
-            yield
+        with handle_signals(record_signal):
+            yield received
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])
+
+
+@contextlib.contextmanager
+def handle_signals(handler: SignalHandler) -> Iterator[None]:
+    """Call a handler for SIGTERM and SIGHUP."""
+    previous = {number: signal.signal(number, handler) for number in EXIT_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, previous_handler in previous.items():
+            signal.signal(number, previous_handler)

@@ -16,6 +16,8 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.shortcuts import CompleteStyle
 from rich.console import Console
 
+from afterglow.cli.keyboard import defer_signals
+
 MAX_HISTORY_BYTES = 1 << 20
 Candidates = Callable[[], Iterable[str]]
 
@@ -39,7 +41,21 @@ class LineEditor:
     def read(self, prompt: str) -> str:
         """Read a line. Ctrl-D raises `EOFError`. Ctrl-C clears the line; if it is empty, it raises
         `KeyboardInterrupt`."""
-        return self._console.input(prompt) if self._session is None else self._session.prompt(prompt)
+        if self._session is None:
+            return self._console.input(prompt)
+        application = self._session.app
+
+        def exit_application() -> None:
+            if application.is_running and not application.is_done:
+                application.exit(exception=EOFError)
+
+        def exit_from_signal() -> None:
+            if application.loop is not None:
+                application.loop.call_soon_threadsafe(exit_application)
+
+        # An exception in one of its tasks would leave a task behind that makes the terminal raw when it is deleted.
+        with defer_signals(exit_from_signal) as signals:
+            return self._session.prompt(prompt, pre_run=lambda: exit_application() if signals else None)
 
 
 def create_key_bindings() -> KeyBindings:
