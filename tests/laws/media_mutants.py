@@ -76,10 +76,10 @@ def _(put):
 
 @mutant("no checkpoint is taken after images", laws.test_c7_checkpoints_are_taken_right_after_images)
 def _(put):
-    def checkpoint_positions(original, self, sequence, entries, *options):
+    def plan_checkpoints(original, self, sequence, entries, *options):
         return [position for position in original(self, sequence, entries, *options) if entries[position - 1] >= 0]
 
-    wrap(PrefixCache, "checkpoint_positions", checkpoint_positions)(put)
+    wrap(PrefixCache, "plan_checkpoints", plan_checkpoints)(put)
 
 
 @mutant("images take every decode", laws.test_image_decodes_alternate_with_other_decodes)

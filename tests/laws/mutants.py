@@ -169,15 +169,15 @@ def _(put):
 
 
 @mutant(
-    "off the grid, deterministic mode keeps prompt ends",
+    "off the grid, deterministic mode stores last logits",
     logits_laws.test_in_deterministic_mode_repeats_are_equal_to_the_last_bit,
 )
 def _(put):
-    def keep_prompt_end(original, self, sequence, logits):
+    def store_last_logits(original, self, sequence, logits):
         with patch.object(self, "grid", 0):
             original(self, sequence, logits)
 
-    wrap(PrefixCache, "keep_prompt_end", keep_prompt_end)(put)
+    wrap(PrefixCache, "store_last_logits", store_last_logits)(put)
 
 
 @mutant(

@@ -304,7 +304,7 @@ class Engine:
             self.media_scheduler.record_reuse(job, min(reused, len(job.prompt)))
             self.counters.reused_entries += min(reused, len(job.prompt))
             self._events.append(job.build_progress(reused, planned))
-        job.checkpoint_positions = self.prefix_cache.checkpoint_positions(
+        job.checkpoint_positions = self.prefix_cache.plan_checkpoints(
             sequence,
             job.prompt,
             request.boundaries | {job.adapters.start},  # prompts without the adapter diverge there
@@ -529,15 +529,15 @@ class Engine:
         ]
         if len(draws) < MIN_JOBS_SAMPLED_TOGETHER:
             return {}
-        return dict(zip([span for span, _, _ in draws], self.backend.sample_rows(draws), strict=True))
+        return dict(zip([index for index, _, _ in draws], self.backend.sample_rows(draws), strict=True))
 
     def _sample_rows(
-        self, running: RunningJob, span: int, first_row: int, first_token: int | AfterglowError | None
+        self, running: RunningJob, index: int, first_row: int, first_token: int | AfterglowError | None
     ) -> int:
-        """Sample after the last rows of a span. The logits after a prompt are kept for its repeats."""
+        """Sample after the last rows of the span at `index`. The logits after a prompt are stored for its repeats."""
         if not running.job.generated:
-            self.prefix_cache.keep_prompt_end(running.sequence, self.backend.get_logits(span, first_row))
-        return self._sample(running, lambda index: self.backend.get_logits(span, first_row + index), first_token)
+            self.prefix_cache.store_last_logits(running.sequence, self.backend.get_logits(index, first_row))
+        return self._sample(running, lambda row: self.backend.get_logits(index, first_row + row), first_token)
 
     def _sample(
         self, running: RunningJob, get_logits: GetLogits, first_token: int | AfterglowError | None = None

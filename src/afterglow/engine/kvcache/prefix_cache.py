@@ -53,7 +53,7 @@ from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import AfterglowError, KVCacheFull
 
 # Recomputing this many entries once in a while is cheaper than an additional decode, for a checkpoint, in every prompt.
-MAX_SKIPPED_STOP_ENTRIES = 24
+MAX_SKIPPED_CHECKPOINT_ENTRIES = 24
 MAX_CANDIDATE_SEQUENCES = 16  # sequences that a plan considers: those that share most, and the longest idle ones
 CLOSE_TIMEOUT_SECONDS = 3.0  # for storing idle sequences on disk
 # An idle engine stores a sequence that is larger than the RAM tier in pieces, to see new requests between them: seconds
@@ -133,7 +133,7 @@ class PrefixCache:
         if requested is not None:  # only this slot may be modified; busy ones may be copied
             candidates = [candidate for candidate in candidates if candidate.slot is requested or candidate.slot.busy]
         use_store = use_prefix_cache and target is not None
-        has_last_logits = use_prefix_cache and self._keeps_prompt_ends and self.store.has_logits(entries, namespace)
+        has_last_logits = use_prefix_cache and self._can_store_logits and self.store.has_logits(entries, namespace)
         stored_prefix = self.store.find_stored_prefix(entries, namespace) if use_store else StoredPrefix()
         if self.store.sample_disk_reads(stored_prefix):
             stored_prefix = self.store.find_stored_prefix(entries, namespace)
@@ -160,7 +160,7 @@ class PrefixCache:
         )
 
     @property
-    def _keeps_prompt_ends(self) -> bool:
+    def _can_store_logits(self) -> bool:
         return self._backend.capabilities.starts_from_logits and self._can_store
 
     @property
@@ -409,7 +409,7 @@ class PrefixCache:
         """Free the RAM of a swapped-out sequence."""
         self.store.ram.budget.remove("swapped", saved.nbytes)
 
-    def checkpoint_positions(
+    def plan_checkpoints(
         self,
         sequence: Sequence,
         entries: Entries,
@@ -418,7 +418,8 @@ class PrefixCache:
     ) -> list[int]:
         """Return the positions at which the rest of the prefill of a prompt must pause for checkpoints.
 
-        `required` are boundaries that the client declared: they are not replaced by a position close to them.
+        Positions right after the current end of the sequence are replaced by a checkpoint that is taken at once.
+        `required` are boundaries that the client declared: they are not replaced.
         """
         start, namespace = len(sequence), sequence.namespace
         if not self._backend.capabilities.has_partial_state:
@@ -433,12 +434,12 @@ class PrefixCache:
         near = [
             position
             for position in positions
-            if position <= start + MAX_SKIPPED_STOP_ENTRIES
+            if position <= start + MAX_SKIPPED_CHECKPOINT_ENTRIES
             and position not in required
             and (entries[start:position] >= 0).all()
         ]
         if start and near and not self.grid:
-            # Take one checkpoint at the current end instead: a pause right after it costs another decode.
+            # A pause right after the current end would cost another decode.
             self.take_checkpoint(sequence)
             positions = [position for position in positions if position not in near]
         return positions
@@ -452,11 +453,14 @@ class PrefixCache:
             self._add_checkpoint(sequence, self._save_partial_state(sequence))
         self._drop_orphaned_checkpoints()  # evicting may have removed their cells
 
-    def keep_prompt_end(self, sequence: Sequence, logits: NDArray[np.float32]) -> None:
-        """Keep what a repeat of the prompt in a sequence needs to compute nothing: logits and maybe a checkpoint."""
+    def store_last_logits(self, sequence: Sequence, logits: NDArray[np.float32]) -> None:
+        """Store the logits after the prompt in a sequence, so that a repeat of the prompt computes nothing.
+
+        Models whose state cannot be truncated also need a checkpoint there: it is taken if that pays.
+        """
         entries = sequence.entries
         is_on_grid = round_down_to_grid(len(entries), entries, self.grid) == len(entries)
-        if sequence.is_transient or not self._keeps_prompt_ends or not is_on_grid:
+        if sequence.is_transient or not self._can_store_logits or not is_on_grid:
             return
         if self._backend.capabilities.has_partial_state and self._is_worth_checkpoint(sequence):
             self.take_checkpoint(sequence)

@@ -188,7 +188,7 @@ class DraftModel:
         if plan is None:
             return None
         slot, _ = self.prefix_cache.acquire(plan, salt)
-        positions = self.prefix_cache.checkpoint_positions(slot, strip_labels(job.prompt), job.request.boundaries)
+        positions = self.prefix_cache.plan_checkpoints(slot, strip_labels(job.prompt), job.request.boundaries)
         mirror = self._mirrors[job] = MirrorSequence(slot, positions)
         return mirror
 
