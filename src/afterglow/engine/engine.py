@@ -480,11 +480,19 @@ class Engine:
                     self.prefix_cache.take_checkpoint(running.sequence)
         self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count
         seconds = time.perf_counter() - started_at
-        if forced and rows - draft_tokens - recomputed - forced == len(spans):  # neither prefill nor drafts only
+        self._record_costs(len(spans), rows, rows - draft_tokens - recomputed, forced, tokens, seconds)
+
+    def _record_costs(self, jobs: int, rows: int, new_rows: int, forced: int, tokens: int, seconds: float) -> None:
+        """Record the seconds of a decode of `rows`, from which `tokens` were sampled.
+
+        `new_rows` are those without draft tokens and recomputed entries. Of a decoding job, they are the newest token
+        and the forced ones before it, `forced` of all jobs. A decode with more has prefill.
+        """
+        if forced and new_rows == jobs + forced:  # its costs are neither those of a decode step nor of a prefill
             self.speculator.loss_budget.elapsed_seconds += seconds
-        elif rows - draft_tokens - recomputed == len(spans):  # no prefill
+        elif new_rows == jobs:
             self.prefix_cache.cost_model.record_decode_step(seconds)
-            self.speculator.record_decode(rows, len(spans), tokens, seconds)
+            self.speculator.record_decode(rows, jobs, tokens, seconds)
         else:
             self.counters.prompt_entries += rows
             self.speculator.loss_budget.elapsed_seconds += seconds
