@@ -855,7 +855,7 @@ def _(put):
 
 @mutant("pinned blocks are evicted", tier_laws.test_pinned_blocks_are_not_evicted)
 def _(put):
-    put(TieredStore, "find_pin_expiry", lambda self, spans, index: 0.0)
+    put(store_module, "find_expiry", lambda spans, index: 0.0)
 
 
 @mutant("the checkpoint of a pin is evicted", pin_laws.test_a_pin_includes_the_checkpoint_it_is_restored_from)

@@ -24,7 +24,7 @@ from afterglow.engine.kvcache.disk.tier import DiskTier
 from afterglow.engine.kvcache.disk.writer import logger
 from afterglow.engine.kvcache.last_logits import LastLogits, copy_logits
 from afterglow.engine.kvcache.objects.tier import ObjectTier
-from afterglow.engine.kvcache.pins import PinManager, PinnedSpan, find_expiry
+from afterglow.engine.kvcache.pins import PinManager, find_expiry
 from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.kvcache.sequence import Sequence
 from afterglow.engine.kvcache.tier import Tier
@@ -250,10 +250,9 @@ class TieredStore:
         ]
         self.ram.bytes_per_entry = sum(sizes) / max(len(entries) - start, 1)
         parent = path[-1].key if path else self.hasher.get_root_key(sequence.namespace)
-        first_cell = self._interner.count_cells(entries[:start])
         pin_spans = self.pin_manager.pins.find_spans(sequence.entries, sequence.namespace)
         protected = self._find_unwritten_and_last(path)
-        first_cells = list(itertools.accumulate(cell_counts, initial=first_cell))
+        first_cells = list(itertools.accumulate(cell_counts, initial=self._interner.count_cells(entries[:start])))
         outcome: StoreOutcome = "stored"
         stored_bytes, portion_end = 0, 0
         portion: deque[NDArray[np.uint8]] = deque()  # rows of the next blocks
@@ -278,13 +277,9 @@ class TieredStore:
                 nbytes=page_buffers.get_allocated_bytes(rows.nbytes),
                 layout=cells.layout,
                 rows=rows,
-                pinned_until=self.find_pin_expiry(pin_spans, chunk_start),
+                pinned_until=find_expiry(pin_spans, chunk_start),
             )
-            redundant_blocks = self.tree.add(block)
-            for tier in self.tiers:
-                tier.put(block)
-                for redundant in redundant_blocks:
-                    tier.delete(redundant)
+            self._add_block(block)
             path.append(block)
             parent = block.key
             stored_bytes += sizes[index]
@@ -296,6 +291,14 @@ class TieredStore:
         self.ram.events.record("stored", self.ram.name, entries=path[-1].end - start, nbytes=stored_bytes)
         self.pin_manager.enforce_limit()
         return outcome
+
+    def _add_block(self, block: Block) -> None:
+        """Add a block to the tree and to all tiers, and delete the shorter blocks that it makes redundant."""
+        redundant_blocks = self.tree.add(block)
+        for tier in self.tiers:
+            tier.put(block)
+            for redundant in redundant_blocks:
+                tier.delete(redundant)
 
     def _reject_store(self) -> StoreOutcome:
         """Count that there is no space in RAM. Later there may be, if slower tiers are writing what takes it."""
@@ -474,11 +477,7 @@ class TieredStore:
 
     def is_pinned(self, entries: Entries, salt: str, index: int) -> bool:
         """Return whether the entry at this index is part of a pinned prefix."""
-        return self.find_pin_expiry(self.pin_manager.pins.find_spans(entries, salt), index) > 0.0
-
-    def find_pin_expiry(self, spans: SequenceOf[PinnedSpan], index: int) -> float:
-        """Return until when the entry at this index is pinned; 0 if it is not."""
-        return find_expiry(spans, index)
+        return find_expiry(self.pin_manager.pins.find_spans(entries, salt), index) > 0.0
 
     def forget(self, entries: Entries, start: int, salt: str) -> tuple[int, int]:
         """Delete the blocks and checkpoints that continue the first `start` entries as these do; return their number.
