@@ -159,31 +159,26 @@ class RamTier:
 
         Returns the number of entries of the block, 0 for others, or None if there is nothing to evict.
         """
-        block, checkpoint, logits = (
-            self._find_block(protected),
-            self.checkpoints.find_victim(),
-            self.logits.find_victim(),
-        )
-        order: dict[str, tuple[bool, float]] = {}
-        if block is not None:
-            order["cells"] = ("cells", block.key) in self._unwritten, self._compute_block_rank(block)
-        if checkpoint is not None:
+        candidates: list[tuple[bool, float, Block | Checkpoint | LastLogits]] = []  # unwritten data last, then by rank
+        if (block := self._find_block(protected)) is not None:
+            candidates.append((("cells", block.key) in self._unwritten, self._compute_block_rank(block), block))
+        if (checkpoint := self.checkpoints.find_victim()) is not None:
             rank = self.checkpoints.compute_rank(checkpoint)
-            order["state"] = ("state", checkpoint.key) in self._unwritten, rank
-        if logits is not None:
-            order["logits"] = ("logits", logits.key) in self._unwritten, self.logits.compute_rank(logits)
-        if not order:
+            candidates.append((("state", checkpoint.key) in self._unwritten, rank, checkpoint))
+        if (logits := self.logits.find_victim()) is not None:
+            candidates.append((("logits", logits.key) in self._unwritten, self.logits.compute_rank(logits), logits))
+        if not candidates:
             return 0 if self._forget_blocks(protected) else None
         self.counters.evictions += 1
-        kind = min(order, key=order.__getitem__)
-        if kind == "cells" and block is not None:
-            self.forget(block)
-            self._tree.remove_unreferenced(block)
-            return len(block.entries)
-        if kind == "state" and checkpoint is not None:
-            self.checkpoints.drop(checkpoint)
-        elif logits is not None:
-            self.logits.drop(logits)
+        victim = min(candidates, key=lambda candidate: candidate[:2])[2]
+        if isinstance(victim, Block):
+            self.forget(victim)
+            self._tree.remove_unreferenced(victim)
+            return len(victim.entries)
+        if isinstance(victim, Checkpoint):
+            self.checkpoints.drop(victim)
+        else:
+            self.logits.drop(victim)
         return 0
 
     def _find_block(self, protected: AbstractSet[bytes]) -> Block | None:
