@@ -106,6 +106,7 @@ ORDERS = {
         history
         installed
         models
+        held_models
         adapters state auth
         media explain
         generation

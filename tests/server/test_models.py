@@ -29,6 +29,7 @@ from afterglow.errors import Closed, EngineError, InvalidArgument, ModelNotFound
 from afterglow.server import models as served_models
 from afterglow.server.app import build_application
 from afterglow.server.errors import APIError
+from afterglow.server.held_models import hold_models
 from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ENGINE_CALL_THREADS, ServerState
@@ -484,7 +485,7 @@ def test_a_load_without_memory_unloads_idle_models_and_is_repeated_once() -> Non
 def test_a_request_holds_its_model_until_its_end_also_if_it_asks_twice() -> None:
     async def run(state: ServerState) -> None:
         slot = state.models.get_slot("a")
-        with served_models.hold_models():
+        with hold_models():
             model = await state.get_model("a")
             waiting = state.models.get_slot("b").acquire()
             assert await asyncio.to_thread(wait_until, 30, lambda: slot.state == "unloading")
@@ -501,7 +502,7 @@ def test_a_client_that_disconnects_while_its_model_loads_holds_nothing() -> None
     async def run(state: ServerState) -> None:
         a, b = state.models.get_slot("a"), state.models.get_slot("b")
         await asyncio.to_thread(a.acquire().result, 30)
-        with served_models.hold_models():
+        with hold_models():
             request = asyncio.ensure_future(state.get_model("b"))
             assert await asyncio.to_thread(wait_until, 30, lambda: a.state == "unloading")
             request.cancel()

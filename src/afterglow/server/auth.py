@@ -18,8 +18,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from afterglow.server.errors import CLIENT_CLOSED_REQUEST, APIError, ErrorFormats, ReceiveError
+from afterglow.server.held_models import hold_models
 from afterglow.server.logs import start_record
-from afterglow.server.models import hold_models
 from afterglow.server.settings import KEY_DIGEST_PREFIX, ServerSettings, hash_api_key
 from afterglow.server.state import ServerState
 

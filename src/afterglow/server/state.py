@@ -21,9 +21,10 @@ from afterglow.server.admission import AdmissionQueue
 from afterglow.server.conversations import ConversationDatabase
 from afterglow.server.errors import APIError, invalid_request_error, to_api_error
 from afterglow.server.events import EventRing
+from afterglow.server.held_models import get_held_model
 from afterglow.server.history import RequestHistory
 from afterglow.server.metrics import Metrics
-from afterglow.server.models import ModelRegistry, ModelSlot, get_held_model
+from afterglow.server.models import ModelRegistry, ModelSlot
 from afterglow.server.settings import ServerSettings
 from afterglow.server.sse import EarlyStreamResponse, StreamFormat, wait_for_disconnect
 

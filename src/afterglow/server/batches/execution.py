@@ -18,8 +18,8 @@ from afterglow.server.batches.lines import BatchLine, InvalidLine, parse_item, p
 from afterglow.server.batches.ordering import order_lines, read_line
 from afterglow.server.batches.store import BatchStore, LineResult, StoredBatch
 from afterglow.server.errors import CLIENT_CLOSED_REQUEST, APIError, to_api_error
+from afterglow.server.held_models import hold_models
 from afterglow.server.logs import start_record
-from afterglow.server.models import hold_models
 from afterglow.server.openai.errors import build_error_body
 from afterglow.server.priority import run_as_batch_line
 from afterglow.server.state import ServerState
