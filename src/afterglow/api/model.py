@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.api.adapters import LoraInput, resolve_lora
+from afterglow.api.chat_cache import ChatCache
 from afterglow.api.embeddings import (
     Embeddings,
     LongTextPolicy,
@@ -126,7 +127,6 @@ GREEDY = Sampling(temperature=0)
 DRAW_OPTIONS: tuple[Literal["temperature", "top_k", "top_p", "min_p"], ...] = ("temperature", "top_k", "top_p", "min_p")
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt | FittedPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
-MAX_REQUEST_TEMPLATES = 4  # whose renderers stay open
 RANK_POOLING = "4"  # pooling type of rerankers in the metadata of a model
 CAPABILITIES = frozenset(
     {
@@ -199,8 +199,8 @@ class Model(Closeable):
         self._media_measurer = MediaMeasurer(lambda measure: lifecycle.get_host().call(measure))
         self._scoring_lock = threading.Lock()  # there is one scoring context
         self._snapshots: dict[str, SavedSequence] = {}
-        self._chat_slot = ChatSlot()
-        self._finalizer = weakref.finalize(self, release_in_background, lifecycle, self._chat_slot)
+        self._chats = ChatCache()
+        self._finalizer = weakref.finalize(self, release_in_background, lifecycle, self._chats)
         self._finalizer.atexit = False  # the hosts close themselves at exit
 
     # --- properties
@@ -1401,13 +1401,13 @@ class Model(Closeable):
         None if it had crashed.
         """
         self._lifecycle.require("deactivate", LoadState.ACTIVE)
-        self._chat_slot.close()
+        self._chats.close()
         return self._lifecycle.deactivate(store_timeout)
 
     def unload(self) -> None:
         """WARM or ACTIVE → COLD: release everything. `activate` loads the model again."""
         self._lifecycle.require("unload", LoadState.WARM, LoadState.ACTIVE)
-        self._chat_slot.close()
+        self._chats.close()
         self._lifecycle.unload()
 
     def close(self) -> None:
@@ -1419,7 +1419,7 @@ class Model(Closeable):
         if self._lifecycle.owner.is_current:
             self._finalizer.detach()
             self._lifecycle.close()
-            self._chat_slot.close()
+            self._chats.close()
 
     def __reduce__(self) -> NoReturn:
         raise UnsupportedOperation(
@@ -1538,7 +1538,7 @@ class Model(Closeable):
     def _get_chat(self, template: str | None = None) -> Chat:
         """Return the chat of the loaded weights, with another template if one is given; a reload creates a new one."""
         build = functools.partial(self._build_chat, template)
-        return self._chat_slot.get_chat(self._lifecycle.model, build, template)
+        return self._chats.get(self._lifecycle.model, build, template)
 
     def _build_chat(self, template: str | None) -> Chat:
         reference = weakref.ref(self)  # a chat must not keep its model alive
@@ -1621,43 +1621,7 @@ class Model(Closeable):
         return self._snapshots[name]
 
 
-class ChatSlot:
-    """Chats of a model, for the weights that are loaded: its own, and those of the last templates of requests.
-
-    Holds no reference to the model.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._weights: object = None
-        self._chats: OrderedDict[str | None, Chat] = OrderedDict()  # by template; None: that of the model
-
-    def get_chat(self, weights: object, build: Callable[[], Chat], template: str | None = None) -> Chat:
-        """Return the chat of these weights and this template; replace those of other weights."""
-        with self._lock:
-            if self._weights is not weights:
-                self._close_all()
-                self._weights = weights
-            if template not in self._chats:
-                self._chats[template] = build()
-            self._chats.move_to_end(template)
-            others = [key for key in self._chats if key is not None]
-            if len(others) > MAX_REQUEST_TEMPLATES:
-                self._chats.pop(others[0]).close()  # a request that still uses it starts its renderer again
-            return self._chats[template]
-
-    def close(self) -> None:
-        """Close the chats. The next use builds a new one."""
-        with self._lock:
-            self._close_all()
-            self._weights = None
-
-    def _close_all(self) -> None:
-        while self._chats:
-            self._chats.popitem()[1].close()
-
-
-def release_in_background(lifecycle: Lifecycle, chat_slot: ChatSlot) -> None:
+def release_in_background(lifecycle: Lifecycle, chats: ChatCache) -> None:
     """Release a model that was garbage collected without `close`.
 
     It runs in a thread of its own: garbage collection happens in any thread, even in that of the engine, and closing
@@ -1666,7 +1630,7 @@ def release_in_background(lifecycle: Lifecycle, chat_slot: ChatSlot) -> None:
 
     def release() -> None:
         lifecycle.close()
-        chat_slot.close()
+        chats.close()
 
     if lifecycle.owner.is_current:
         threading.Thread(target=release, name="afterglow-release").start()
