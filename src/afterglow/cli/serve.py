@@ -158,26 +158,26 @@ def choose_server_settings(settings: Settings) -> ServerSettings:
 
 def build_model_registry(models: Mapping[str, str | Path], settings: Settings) -> ModelRegistry:
     """Build the registry of the served models with their budget. Raises `OutOfMemory` if a model cannot fit."""
-    options = build_load_options(models, settings)
+    options_by_name = build_load_options(models, settings)
     for name, model in models.items():
-        options[name] = add_ollama_options(model, options[name])
-    plans, nbytes, limits = plan_budget(models, options, settings)
+        options_by_name[name] = add_ollama_options(model, options_by_name[name])
+    plans, nbytes, limits = plan_budget(models, options_by_name, settings)
 
     def build_installed(model: LocalModel) -> ServedModel:
         name = get_client_name(model.name)
         table = settings.models.get(model.name)  # under the name in the registry, or that of clients
         own = settings if table is None else settings.model_copy(update={"models": {**settings.models, name: table}})
-        load_options = build_load_options([name], own)
-        load_options[name]["adapters"] = own.get_model_table(name).load_options.get("adapters", {})
-        load_options[name] = add_ollama_options(model.name, load_options[name])
-        plan, model_bytes, _ = plan_budget({name: model.name}, load_options, own)
-        served = build_served_model(name, model.name, load_options[name], plan[name], model_bytes[name], own)
+        own_options = build_load_options([name], own)
+        own_options[name]["adapters"] = own.get_model_table(name).load_options.get("adapters", {})
+        own_options[name] = add_ollama_options(model.name, own_options[name])
+        plan, model_bytes, _ = plan_budget({name: model.name}, own_options, own)
+        served = build_served_model(name, model.name, own_options[name], plan[name], model_bytes[name], own)
         keep_alive = INSTALLED_KEEP_ALIVE_SECONDS if served.keep_alive == math.inf else served.keep_alive
         return replace(served, keep_alive=keep_alive, installed=model)
 
     return ModelRegistry(
         {
-            name: build_served_model(name, model, options[name], plans[name], nbytes[name], settings)
+            name: build_served_model(name, model, options_by_name[name], plans[name], nbytes[name], settings)
             for name, model in models.items()
         },
         limits,
@@ -226,28 +226,28 @@ def build_served_model(
     )
 
 
-def add_ollama_options(model: str | Path, options: LoadOptions) -> LoadOptions:
+def add_ollama_options(model: str | Path, load_options: LoadOptions) -> LoadOptions:
     """Return the options of `load` with what Ollama stores with a model of its own."""
     definition = registry.read_ollama_definition(str(model))
-    return options if definition is None else add_ollama_layers(definition, options)
+    return load_options if definition is None else add_ollama_layers(definition, load_options)
 
 
 def build_load_options(names: Collection[str], settings: Settings) -> dict[str, LoadOptions]:
     """Return the options of `load` of each model: those of its table, else the common ones."""
     drafts = parse_drafts(settings.load_options["draft"], names)
-    options: dict[str, LoadOptions] = {}
+    options_by_name: dict[str, LoadOptions] = {}
     for name in names:
         table = settings.get_model_table(name).load_options
         draft = parse_drafts(table["draft"], [name]) if "draft" in table else drafts
-        options[name] = {**settings.load_options, **table, "draft": draft.get(name)}
+        options_by_name[name] = {**settings.load_options, **table, "draft": draft.get(name)}
         if settings.private:
-            options[name]["disk_cache"] = False
-            options[name]["shared_cache"] = None
-    return options
+            options_by_name[name]["disk_cache"] = False
+            options_by_name[name]["shared_cache"] = None
+    return options_by_name
 
 
 def plan_budget(
-    models: Mapping[str, str | Path], options: Mapping[str, LoadOptions], settings: Settings
+    models: Mapping[str, str | Path], options_by_name: Mapping[str, LoadOptions], settings: Settings
 ) -> tuple[dict[str, FitPlan], dict[str, dict[str, int]], dict[str, int]]:
     """Choose the options of each model that are not set, within the memory of all models.
 
@@ -260,10 +260,10 @@ def plan_budget(
     paths = {name: registry.resolve(model) for name, model in models.items()}
 
     def plan(name: str, memory: MachineMemory) -> FitPlan:
-        engine_settings = build_engine_settings(None, options[name], options[name], label="")
-        draft: DraftSource | None = options[name]["draft"]  # type: ignore[assignment]
+        engine_settings = build_engine_settings(None, options_by_name[name], options_by_name[name], label="")
+        draft: DraftSource | None = options_by_name[name]["draft"]  # type: ignore[assignment]
         try:
-            return plan_load(paths[name], options[name], engine_settings, draft=draft, memory=memory)
+            return plan_load(paths[name], options_by_name[name], engine_settings, draft=draft, memory=memory)
         except OutOfMemory as error:
             if settings.server.memory_bytes is None:
                 raise
@@ -279,12 +279,12 @@ def plan_budget(
         if all(together[name].options["context"] >= wanted[name] for name in models):
             plans = together
     for name in models:
-        options[name].update(plans[name].options)  # type: ignore[typeddict-item]
+        options_by_name[name].update(plans[name].options)  # type: ignore[typeddict-item]
     nbytes = {}
     for name in models:
-        one = count_plan_bytes(plans[name], build_model_settings(options[name]), gpus)
-        shared = count_shared_bytes(paths[name], options[name], memory)
-        replicas = options[name]["replicas"]
+        one = count_plan_bytes(plans[name], build_model_settings(options_by_name[name]), gpus)
+        shared = count_shared_bytes(paths[name], options_by_name[name], memory)
+        replicas = options_by_name[name]["replicas"]
         nbytes[name] = {
             device: count * replicas - (replicas - 1) * shared * (device == RAM) for device, count in one.items()
         }
