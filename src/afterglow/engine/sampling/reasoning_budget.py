@@ -21,8 +21,8 @@ class ReasoningLimiter:
         is_used_up = self._is_reasoning and self._remaining_tokens <= 0
         return self._pending_tokens[0] if is_used_up and self._pending_tokens else None
 
-    def accept(self, token: int, piece: bytes) -> None:
-        """Advance by a token of the completion."""
+    def accept(self, piece: bytes) -> None:
+        """Advance by the text of a token of the completion."""
         has_marker = self._marker_matcher.feed(piece) is not None
         if self.get_forced_token() is not None:
             self._pending_tokens.pop(0)  # all closing tokens are forced, also those after the end marker

@@ -66,7 +66,7 @@ class TokenConstraint:
 
     def _accept(self, token: int) -> None:
         if self.reasoning_limiter is not None:
-            self.reasoning_limiter.accept(token, self.pieces[token])
+            self.reasoning_limiter.accept(self.pieces[token])
         if self.matcher is not None:
             self.matcher.accept(token)
         self.min_tokens -= 1
