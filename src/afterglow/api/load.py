@@ -31,7 +31,7 @@ from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidArgument, InvalidModel, LoadError
 from afterglow.llama.gguf.footprint import ModelFacts
 from afterglow.llama.gguf.header import read_header
-from afterglow.llama.gguf.probe import ensure_safe, is_proven, list_split_files
+from afterglow.llama.gguf.probe import check_headers, ensure_safe, is_proven, list_split_files
 from afterglow.llama.library.devices import MachineMemory, measure_memory
 from afterglow.llama.model import ProgressCallback
 from afterglow.llama.projector import ProjectorSettings
@@ -151,8 +151,8 @@ def resolve_model_path(model: str | os.PathLike[str], *, fetch: bool, needs_tria
     )
     if needs_trial:
         ensure_safe(path)
-    else:
-        is_proven(path)
+    elif not is_proven(path):
+        check_headers(path)
     return path
 
 

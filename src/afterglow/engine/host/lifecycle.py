@@ -375,6 +375,7 @@ class ProcessLifecycle(Lifecycle):
         """Start the engine. The load of a new file in the child is its trial: a crash there is an invalid model."""
         if self._reload_factory is not None or probe.is_proven(self.spec.path):
             return EngineProcess(self._reload_factory or self.spec, progress=progress, wait=False)
+        probe.check_headers(self.spec.path)
         try:
             return EngineProcess(replace(self.spec, is_trial=True), progress=progress)
         except EngineCrashed:

@@ -40,13 +40,14 @@ def ensure_safe(path: Path, companion: Path | None = None) -> None:
 
 
 def is_proven(path: Path) -> bool:
-    """Whether a model was loaded before. If not, check that it can be read; raise `InvalidModel` otherwise."""
-    files = list_split_files(path)
-    if _get_marker(files).exists():
-        return True
-    for file in files:
+    """Return whether a model was loaded before, so that its load needs no trial."""
+    return _get_marker(list_split_files(path)).exists()
+
+
+def check_headers(path: Path) -> None:
+    """Raise `InvalidModel` if a file of a model cannot be read, or has a header that llama.cpp would not accept."""
+    for file in list_split_files(path):
         inspect_file(file)
-    return False
 
 
 def record_proven(path: Path) -> None:
