@@ -54,7 +54,7 @@ class SlicedWork:
         return bool(self._queue)
 
     def add(self, work: Generator[None, None, ResultT]) -> Future[ResultT]:
-        """Queue a generator; return the future of its result. An exception in it is that of the future."""
+        """Queue a generator; return the future of its result or exception."""
         future: Future[ResultT] = Future()
         if not self._queue:
             self._last_slice = time.perf_counter()

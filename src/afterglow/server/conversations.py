@@ -1,8 +1,7 @@
 """Conversations of the web page: trees of messages per tenant, in one SQLite file.
 
 A conversation is a tree. Each message names its parent, siblings are branches, and the current leaf selects the path
-that is shown. An edit or a new response adds a sibling; nothing is overwritten, except a message by itself while it is
-streamed.
+that is shown. An edit or a new response adds a sibling; only a message that is being streamed is overwritten.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class ModelSlot:
 
     @property
     def expires_at(self) -> float | None:
-        """When the model is unloaded unless it is used, by the monotonic clock; None: not for lack of use."""
+        """When the model is unloaded unless it is used, by the monotonic clock; None: it does not expire now."""
         if self.pinned or self.keep_alive == math.inf or self.active_requests or not self.is_usable:
             return None
         return self.last_used + self.keep_alive
@@ -258,7 +258,7 @@ class ModelSlot:
 
     def _build_model(self) -> Model:
         model, started = self.model, time.monotonic()
-        if model is not None and self.is_usable:  # an unload was given up while requests waited
+        if model is not None and self.is_usable:  # an unload was abandoned while requests waited
             return model
         if model is not None:
             model.activate()  # the vocabulary stays open: other threads may be using it
@@ -309,7 +309,7 @@ class ModelSlot:
             is_idle = self._changed.wait_for(lambda: not self.active_requests or future.done(), timeout)
             running = self.active_requests
             if not is_idle:
-                self.is_leaving = False  # the unload thread gives up
+                self.is_leaving = False  # tells the unload thread to stop waiting
                 self._changed.notify_all()
         future.result()
         if not is_idle:

@@ -37,7 +37,7 @@ MAX_RESTART_DELAY_SECONDS = 5.0  # between restarts that fail or crash early
 EARLY_CRASH_SECONDS = 2.0  # after a child became ready
 HEARTBEAT_SECONDS = 1.0
 TakeOver: TypeAlias = Callable[["Submission", Sequence[EventStream]], bool]
-"""Serves the requests of a child that died elsewhere. Returns False if that is not possible."""
+"""Serves the requests of a dead child on another host. Returns False if that is not possible."""
 MessageKey: TypeAlias = str | int | tuple[str, ...]
 
 
@@ -198,7 +198,7 @@ class EngineProcess(EngineHost):
 
         May be called twice. Has no effect in a fork. `store_report` says what was stored.
         """
-        if not self._pending.owner.is_current:  # the pipe leads to the engine of the parent
+        if not self._pending.owner.is_current:  # the child belongs to the parent of this fork
             return
         with self._pending.lock:
             self._pending.close(Closed("engine"))

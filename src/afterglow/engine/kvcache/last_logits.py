@@ -45,7 +45,7 @@ class LastLogits:
 class LogitsStore:
     """Last logits of prompts in RAM, within a fraction of its budget.
 
-    Logits whose cells were evicted are not used, and evicted as the least recently used ones.
+    Logits whose cells were evicted are not used any more, so that they become the least recently used ones.
     """
 
     def __init__(self, cost_model: CostModel, budget: ByteBudget) -> None:
@@ -80,7 +80,7 @@ class LogitsStore:
         return self._by_key.get(key)
 
     def set_keys(self, last_logits: LastLogits, key: bytes, parent: bytes, start: int) -> None:
-        """Name logits that are to be written to disk."""
+        """Set the keys of logits that will be written to disk."""
         last_logits.key, last_logits.parent, last_logits.start = key, parent, start
         self._by_key[key] = last_logits
 

@@ -96,7 +96,7 @@ class PlanInputs:
 
     @property
     def max_reuse_length(self) -> int:
-        """The logits after the last entry are needed: unless they are stored, at least this entry is recomputed."""
+        """Most entries that a plan can reuse. The last entry is computed for its logits, unless they are stored."""
         return len(self.prompt) if self.has_last_logits else len(self.prompt) - 1
 
     def limit_reuse(self, shared_entries: int) -> int:

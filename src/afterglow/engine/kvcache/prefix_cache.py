@@ -195,7 +195,7 @@ class PrefixCache:
     def acquire(self, plan: PrefixPlan, namespace: str = "", *, is_transient: bool = False) -> tuple[Sequence, int]:
         """Apply a plan; return its sequence, now busy, and the number of prompt entries that it holds.
 
-        `is_transient`: no later prompt will continue it, so that it is evicted first and not stored for its like.
+        `is_transient`: no later prompt will continue it. It is evicted first, and not stored for another transient one.
         """
         self.store.pin_manager.expire()
         target = plan.slot if isinstance(plan, Continue) else plan.target
@@ -626,6 +626,8 @@ class PrefixCache:
             return stored_length
         positions = (checkpoint.position for checkpoint in self.store.find_checkpoints(slot.entries, slot.namespace))
         return next((position for position in positions if position <= stored_length), 0)
+
+    # --- explanation
 
     def explain(self, entries: Entries, plan: PrefixPlan | None, namespace: str = "") -> Explanation:
         """Return how much of a prompt a plan reuses, and why not more."""

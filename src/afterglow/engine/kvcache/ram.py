@@ -38,7 +38,7 @@ class RamTier:
     def __init__(
         self, tree: BlockTree, checkpoints: CheckpointStore, cost_model: CostModel, *, cells_suffice: bool
     ) -> None:
-        """`cells_suffice`: blocks are of use without checkpoints."""
+        """`cells_suffice`: blocks can be loaded without a checkpoint."""
         self.budget = tree.budget
         self.events = CacheEventLog()  # of all tiers
         self.counters = TierCounters()

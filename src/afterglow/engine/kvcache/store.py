@@ -339,7 +339,7 @@ class TieredStore:
         return logits
 
     def _set_logits_keys(self, last_logits: LastLogits) -> None:
-        """Name logits before they are written: hashing a prompt that is never written would be in vain."""
+        """Compute the keys of logits unless they have them. Only logits that are written need keys."""
         if not last_logits.key:
             entries, hasher = last_logits.entries, self.hasher
             parent = hasher.hash_prefixes(entries, last_logits.salt)[-1]

@@ -103,7 +103,7 @@ class Job:
         return sys.maxsize if limit is None else limit - len(self.generated)
 
     def build_usage(self, sequence: int | None = None) -> Usage:
-        """Return the usage of the request up to now. It has this `sequence`."""
+        """Return the usage of the request up to now. `sequence` is the number of its sequence, if it has one."""
         now = time.monotonic()
         admitted_at = self.admitted_at or now
         first_token_at = self.first_token_at or now

@@ -112,9 +112,7 @@ class Usage:
     prompt_tokens: int = 0  # including media
     cached_tokens: int = 0  # prompt tokens that were a prefix hit and not computed, including media
     replayed_tokens: int = 0  # prompt tokens of the model's own messages, as it sampled them
-    replay_misses: tuple[
-        tuple[int, str], ...
-    ] = ()  # other messages of the assistant, and why they were tokenized again
+    replay_misses: tuple[tuple[int, str], ...] = ()  # other messages of the assistant, with why they were not replayed
     media_tokens: int = 0  # prompt tokens that are images or audio
     audio_tokens: int = 0  # media tokens that are audio
     cached_media_tokens: int = 0  # media tokens that were a prefix hit

@@ -97,5 +97,5 @@ class FileBuilder:
 
     @property
     def _value_per_byte(self) -> float:
-        """Seconds saved per byte of cells and of the checkpoints over them: neither is of use without the other."""
+        """Seconds saved per byte of cells and of the checkpoints over them: neither can be loaded without the other."""
         return self._cost_model.seconds_per_entry / max(self._cost_model.bytes_per_entry, 1.0)
