@@ -109,6 +109,7 @@ ORDERS = {
         held_models
         adapters state auth
         media explain
+        generation_requests
         generation
         openai.schema anthropic.errors anthropic.schema
         anthropic.conversion anthropic.formatting anthropic.diagnostics

@@ -17,7 +17,8 @@ from afterglow.chat.output.response import Delta
 from afterglow.server.app import ERROR_FORMATS, build_routed_app
 from afterglow.server.auth import AuthMiddleware, get_tenant_salt
 from afterglow.server.errors import APIError, ErrorFormats, install_error_handlers
-from afterglow.server.generation import ConversationRequest, Generation, PromptRequest, start_generation
+from afterglow.server.generation import Generation, start_generation
+from afterglow.server.generation_requests import ConversationRequest, PromptRequest
 from afterglow.server.installed import RequestDefaults
 from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.schema.base import StrictModel, StrictRoute

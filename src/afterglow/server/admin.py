@@ -20,7 +20,7 @@ from afterglow.server.adapters import Lora, build_lora
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.explain import explain_prompt_miss, format_entries
-from afterglow.server.generation import ConversationRequest, build_prompt
+from afterglow.server.generation_requests import ConversationRequest, build_prompt
 from afterglow.server.installed import ModelVariant, get_client_name
 from afterglow.server.llamacpp.errors import not_supported_error
 from afterglow.server.llamacpp.metrics import render_metrics

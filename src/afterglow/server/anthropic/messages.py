@@ -21,7 +21,8 @@ from afterglow.server.anthropic.diagnostics import diagnose
 from afterglow.server.anthropic.formatting import STREAM_FORMAT, MessageFormatter, format_ping
 from afterglow.server.anthropic.schema import CountTokensRequest, MessagePromptFields, MessageRequest
 from afterglow.server.auth import get_tenant_salt
-from afterglow.server.generation import ConversationRequest, build_prompt, start_generation
+from afterglow.server.generation import start_generation
+from afterglow.server.generation_requests import ConversationRequest, build_prompt
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 

@@ -17,7 +17,7 @@ from afterglow.engine.types.entries import Media
 from afterglow.errors import AfterglowError
 from afterglow.server.batches.lines import BatchItem, BatchLine, parse_item
 from afterglow.server.errors import APIError
-from afterglow.server.generation import ConversationRequest
+from afterglow.server.generation_requests import ConversationRequest
 from afterglow.server.openai import chat, completions, responses
 from afterglow.server.openai.response_store import ResponseStore
 from afterglow.server.openai.response_tools import ResponseToolSet

@@ -10,7 +10,8 @@ from fastapi.responses import JSONResponse
 
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError
-from afterglow.server.generation import ConversationRequest, build_prompt, start_generation
+from afterglow.server.generation import start_generation
+from afterglow.server.generation_requests import ConversationRequest, build_prompt
 from afterglow.server.llamacpp.formatting import STREAM_FORMAT, format_stream_error
 from afterglow.server.openai.chat import ChatFormatter, build_generation_request, check_fields
 from afterglow.server.openai.schema.chat import ChatRequest

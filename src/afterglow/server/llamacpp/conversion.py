@@ -13,7 +13,7 @@ from afterglow.api.prompts import FittedPrompt
 from afterglow.chat.constraints.response_format import forbid_additional_properties
 from afterglow.server import limits
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.generation import PlannedPrompt, PromptRequest
+from afterglow.server.generation_requests import PlannedPrompt, PromptRequest
 from afterglow.server.llamacpp.schema import LlamaGenerationFields, LogitBias
 from afterglow.server.schema.sampling import FORBIDDEN_BIAS, SamplingFields
 from afterglow.server.state import ServerState

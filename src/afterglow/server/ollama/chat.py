@@ -8,7 +8,8 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from afterglow.server.auth import get_tenant_salt
-from afterglow.server.generation import ConversationRequest, start_generation
+from afterglow.server.generation import start_generation
+from afterglow.server.generation_requests import ConversationRequest
 from afterglow.server.ollama import conversion
 from afterglow.server.ollama.details import format_time
 from afterglow.server.ollama.formatting import ChatLineFormatter, LineStreamResponse

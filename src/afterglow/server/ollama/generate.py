@@ -14,13 +14,8 @@ from afterglow.chat.messages import Message
 from afterglow.chat.truncation import count_bos
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.generation import (
-    ConversationRequest,
-    GenerationRequest,
-    PlannedPrompt,
-    PromptRequest,
-    start_generation,
-)
+from afterglow.server.generation import start_generation
+from afterglow.server.generation_requests import ConversationRequest, GenerationRequest, PlannedPrompt, PromptRequest
 from afterglow.server.installed import RequestDefaults
 from afterglow.server.ollama import conversion
 from afterglow.server.ollama.chat import load_or_unload

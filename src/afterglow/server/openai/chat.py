@@ -15,7 +15,8 @@ from afterglow.chat.output.response import ChatResponse, Delta
 from afterglow.server import limits
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.generation import ConversationRequest, Generation, start_generation
+from afterglow.server.generation import Generation, start_generation
+from afterglow.server.generation_requests import ConversationRequest
 from afterglow.server.openai.formatting import (
     STREAM_FORMAT,
     ChunkFormatter,

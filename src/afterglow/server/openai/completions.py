@@ -19,7 +19,8 @@ from afterglow.server import limits
 from afterglow.server.adapters import build_lora
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
-from afterglow.server.generation import Generation, PromptRequest, start_generation
+from afterglow.server.generation import Generation, start_generation
+from afterglow.server.generation_requests import PromptRequest
 from afterglow.server.installed import RequestDefaults
 from afterglow.server.openai.formatting import (
     STREAM_FORMAT,

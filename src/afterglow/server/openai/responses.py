@@ -17,7 +17,8 @@ from afterglow.chat.prompt import Breakpoint
 from afterglow.chat.template.capabilities import reads_variable
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
-from afterglow.server.generation import ConversationRequest, Generation, build_prompt, start_generation
+from afterglow.server.generation import Generation, start_generation
+from afterglow.server.generation_requests import ConversationRequest, build_prompt
 from afterglow.server.logs import get_record
 from afterglow.server.openai.formatting import (
     RunningUsage,
