@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from afterglow.chat.chat import ChatPlan
-from afterglow.chat.messages import Message
+from afterglow.chat.messages import SYSTEM_ROLES, Message
 from afterglow.chat.prompt import Compaction, Truncation, count_common_prefix, count_system_messages
 from afterglow.chat.summaries import SummaryStore
 from afterglow.chat.truncation import compute_prompt_limit, fit_plan
@@ -167,7 +167,7 @@ def list_cuts(history: Sequence[Message]) -> list[int]:
     cuts = []
     for cut in range(1, len(history)):
         following = next((message.role for message in history[cut:] if message.role != "user"), None)
-        if following != "tool" and history[cut - 1].role not in ("user", "system", "developer"):
+        if following != "tool" and history[cut - 1].role not in ("user", *SYSTEM_ROLES):
             cuts.append(cut)
     return cuts
 

@@ -22,7 +22,8 @@ from afterglow.errors import InvalidArgument
 
 DEFAULT_CAPABILITIES = TemplateCapabilities()
 OPENAI_CAPABILITIES = TemplateCapabilities(tool_call_format=ToolCallFormat(arguments_as_text=True))
-ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")
+ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
 MESSAGE_FIELDS = frozenset(
     {"role", "content", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name", "refusal"}
 )

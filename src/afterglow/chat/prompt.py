@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from afterglow.chat.control_tokens import ControlTokenEscaper, TemplateTokenizer, compile_alternatives
-from afterglow.chat.messages import Message
+from afterglow.chat.messages import SYSTEM_ROLES, Message
 from afterglow.chat.multimodal import NO_MEDIA, MediaPlaceholders, expand_placeholders, find_unused_character, spell
 from afterglow.chat.template.renderer import ChatTemplate
 from afterglow.engine.types.entries import Entry, Media
@@ -324,7 +324,7 @@ def cut_messages(messages: Sequence[Message], breakpoint: Breakpoint, separator:
 
 def count_system_messages(messages: Sequence[Message]) -> int:
     """Count the system and developer messages at the start."""
-    others = (index for index, message in enumerate(messages) if message.role not in ("system", "developer"))
+    others = (index for index, message in enumerate(messages) if message.role not in SYSTEM_ROLES)
     return next(others, len(messages))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from afterglow.chat.chat import ChatPlan
-from afterglow.chat.messages import MessageLike
+from afterglow.chat.messages import SYSTEM_ROLES, MessageLike
 from afterglow.chat.prompt import Truncation, TruncationPolicy, count_cells
 from afterglow.engine.types.entries import Entry
 from afterglow.errors import InvalidArgument, PromptTooLong
@@ -15,7 +15,6 @@ from afterglow.llama.vocabulary import Vocabulary
 
 MessageT = TypeVar("MessageT", bound=MessageLike)
 MAX_RESERVED_TOKENS = 4096  # for a response without a limit: a quarter of the context, at most this
-SYSTEM_ROLES = ("system", "developer")
 
 
 def compute_prompt_limit(context: int, max_tokens: int | None) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import operator
 import threading
 import time
@@ -25,7 +24,7 @@ from afterglow.chat.constraints.grammar import build_grammar
 from afterglow.chat.constraints.response_format import parse_response_format
 from afterglow.chat.messages import Message
 from afterglow.chat.output.parts import OutputFormat
-from afterglow.chat.prompt import Breakpoint, ChatPrompt, PromptBreakpoint, TruncationPolicy
+from afterglow.chat.prompt import Breakpoint, ChatPrompt, PromptBreakpoint, TruncationPolicy, count_system_messages
 from afterglow.chat.tools.tool import Tool
 from afterglow.chat.truncation import fit_plan
 from afterglow.engine.types.constraints import GrammarConstraint
@@ -42,8 +41,6 @@ from afterglow.server.priority import get_engine_priority
 from afterglow.server.schema.sampling import SamplingFields, build_sampling
 from afterglow.server.state import ServerState
 from afterglow.server.volatile import StablePrompt, move_volatile_spans
-
-SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +182,7 @@ class ConversationRequest(GenerationRequest):
     def apply_defaults(self, model_defaults: RequestDefaults) -> Self:
         """Return the request with the defaults of the model, unless it has its own. Its system prompt stays first."""
         request = GenerationRequest.apply_defaults(self, model_defaults)
-        own = len(list(itertools.takewhile(lambda message: message.role in SYSTEM_ROLES, self.messages)))
+        own = count_system_messages(self.messages)
         defaults = self.defaults or model_defaults
         first = defaults.list_first_messages(has_system=own > 0)
         template = self.prompt_options.get("chat_template") or defaults.chat_template
