@@ -128,23 +128,11 @@ DRAW_OPTIONS: tuple[Literal["temperature", "top_k", "top_p", "min_p"], ...] = ("
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt | FittedPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
 RANK_POOLING = "4"  # pooling type of rerankers in the metadata of a model
-CAPABILITIES = frozenset(
-    {
-        *("audio", "chat_template", "embeddings", "generation", "gpu", "grammar", "hidden_state", "image", "infill"),
-        *(
-            "kv_cache",
-            "log_probs",
-            "lora_adapters",
-            "mtp",
-            "multi_sequence",
-            "partial_state",
-            "prompt_caching",
-            "raw_completion",
-            "rerank",
-        ),
-        *("sliding_window", "speculative_decoding", "streaming", "tokenizer", "trim", "vision"),
-    }
-)
+CAPABILITIES = frozenset((
+    "audio", "chat_template", "embeddings", "generation", "gpu", "grammar", "hidden_state", "image", "infill",
+    "kv_cache", "log_probs", "lora_adapters", "mtp", "multi_sequence", "partial_state", "prompt_caching",
+    "raw_completion", "rerank", "sliding_window", "speculative_decoding", "streaming", "tokenizer", "trim", "vision",
+))  # fmt: skip
 """All names of capabilities. `kv_cache` and `hidden_state` are the kinds of memory: hybrid models have both. `trim` is
 whether a sequence can be cut at any position, `partial_state` whether checkpoints are needed for that. `vision` is what
 other engines call `image`."""
@@ -1341,6 +1329,11 @@ class Model(Closeable):
         """Load a snapshot into the KV cache, as a prefix for later requests, and return the number of its sequence."""
         return self._load_sequence(self._find_snapshot(name), sequence)
 
+    def _find_snapshot(self, name: str) -> SavedSequence:
+        if name not in self._snapshots:
+            raise InvalidArgument("name", f"there is no snapshot called {name!r}")
+        return self._snapshots[name]
+
     def _load_sequence(self, saved: SavedSequence, sequence: int | None) -> int:
         load = functools.partial(snapshots.load, snapshot=saved)
         number, offset = self._get_host().call_on_sequence(load, sequence)
@@ -1614,11 +1607,6 @@ class Model(Closeable):
             digest=info.digest,
             nbytes=info.nbytes,
         )
-
-    def _find_snapshot(self, name: str) -> SavedSequence:
-        if name not in self._snapshots:
-            raise InvalidArgument("name", f"there is no snapshot called {name!r}")
-        return self._snapshots[name]
 
 
 def release_in_background(lifecycle: Lifecycle, chats: ChatCache) -> None:
