@@ -273,8 +273,8 @@ class Engine:
     def _start_job(self, waiting: WaitingJob, *, may_wait: bool = True, is_retry: bool = False) -> bool:
         """Give the job a sequence with its cached prefix, or let it wait for that. Return False if there is no slot."""
         job, request = waiting.job, waiting.job.request
-        searches = may_wait and request.use_prefix_cache
-        if searches and self.prefix_cache.search(job.prompt, job.namespace, waits=not self._running):
+        may_search, is_blocking = may_wait and request.use_prefix_cache, not self._running
+        if may_search and self.prefix_cache.search_shared_store(job.prompt, job.namespace, is_blocking=is_blocking):
             return True
         # In deterministic mode, generated tokens are computed one by one again: a prompt has computed them in chunks.
         entries = job.known_entries if job.generated and not self.settings.deterministic else job.prompt

@@ -176,12 +176,16 @@ class PrefixCache:
         )
         return nbytes * self.cost_model.seconds_per_byte
 
-    def search(self, entries: Entries, namespace: str, *, waits: bool) -> bool:
-        """Search the shared store for a longer prefix of a prompt; return whether the search is still running."""
+    def search_shared_store(self, entries: Entries, namespace: str, *, is_blocking: bool) -> bool:
+        """Search the shared store for a longer prefix of a prompt; return whether the search is still running.
+
+        `is_blocking`: return when it has ended or timed out.
+        """
         if self.store.object_tier is None:
             return False
         shared = (candidate.shared_entries for candidate in self._find_candidates(entries, namespace))
-        return self.store.search(entries, namespace, max(shared, default=0), waits=waits)
+        known_length = max(shared, default=0)
+        return self.store.search_shared_store(entries, namespace, known_length, is_blocking=is_blocking)
 
     def prefetch(self, plan: PrefixPlan) -> bool:
         """Start reading what a plan needs from disk, on another thread; return whether the plan has to wait for it."""
@@ -606,8 +610,10 @@ class PrefixCache:
         For an idle engine, storing costs nothing, and loading counts alone.
         """
         lost = len(slot) - max(self._count_recoverable(slot), remaining)
-        if lost <= 0 or self.store.is_pinned(slot.entries, slot.namespace, 0):
-            return lost > 0
+        if lost <= 0:
+            return False
+        if self.store.is_pinned(slot.entries, slot.namespace, 0):
+            return True
         idle_seconds = time.monotonic() - slot.last_used
         transfer = self._backend.get_state_size(slot.seq_id, "full") * self.cost_model.seconds_per_byte
         recompute = lost * self.cost_model.seconds_per_entry

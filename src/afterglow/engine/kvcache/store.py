@@ -90,13 +90,13 @@ class TieredStore:
 
     # --- lookup
 
-    def search(self, entries: Entries, salt: str, known_length: int, *, waits: bool) -> bool:
-        """Look in the shared store for more of a prompt than is known; return whether the search goes on."""
+    def search_shared_store(self, entries: Entries, salt: str, known_length: int, *, is_blocking: bool) -> bool:
+        """Search the shared store for more of a prompt than is known; return whether the search is still running."""
         if self.object_tier is None:
             return False
         self.refresh()
         known_length = max(known_length, self.tree.find_stored_prefix(entries, salt).length)
-        return self.object_tier.search(entries, salt, known_length, waits=waits)
+        return self.object_tier.search(entries, salt, known_length, is_blocking=is_blocking)
 
     def cut_to_fast_tiers(self, stored_prefix: StoredPrefix) -> StoredPrefix:
         """Return the part of a prefix before the first block that only the shared store has."""

@@ -158,10 +158,10 @@ class ObjectTier:
 
     # --- search
 
-    def search(self, entries: Entries, salt: str, known_length: int, *, waits: bool) -> bool:
+    def search(self, entries: Entries, salt: str, known_length: int, *, is_blocking: bool) -> bool:
         """Search for a longer prefix of a prompt than is known; return whether the search is still running.
 
-        With `waits`, return when it has ended or timed out. What is found is added to the tree.
+        With `is_blocking`, return when it has ended or timed out. What is found is added to the tree.
         """
         missing_seconds = (len(entries) - 1 - known_length) * self._cost_model.seconds_per_entry
         if not self.health.is_available or missing_seconds < MIN_ROUND_TRIPS * self.latency_seconds:
@@ -177,10 +177,10 @@ class ObjectTier:
         if search.is_used:
             return False
         left = search.started + SEARCH_TIMEOUT_SECONDS - time.monotonic()
-        if waits and left > 0:
+        if is_blocking and left > 0:
             wait([search.future], left)
         if not search.future.done():
-            if left > 0 and not waits:
+            if left > 0 and not is_blocking:
                 return True
             self.health.record(TimeoutError("a search took too long"))
         search.is_used = True
