@@ -134,7 +134,7 @@ def _(put):
     logits_laws.test_prompts_with_a_common_prefix_have_logits_of_their_own,
 )
 def _(put):
-    put(LogitsStore, "find", lambda self, entries, salt: next(iter(self.find_on_path(entries, salt)), None))
+    put(LogitsStore, "find", lambda self, entries, namespace: next(iter(self.find_on_path(entries, namespace)), None))
 
 
 @mutant("logits are kept without a copy", logits_laws.test_a_repeat_computes_nothing)
@@ -152,8 +152,10 @@ def _(put):
 
 @mutant("logits are found by the other salt, too", logits_laws.test_logits_are_not_shared_between_salts)
 def _(put):
-    wrap(RadixTree, "match", lambda original, self, entries, salt="": original(self, entries, ""))(put)
-    wrap(RadixTree, "insert", lambda original, self, entries, anchor, salt="": original(self, entries, anchor, ""))(put)
+    wrap(RadixTree, "match", lambda original, self, entries, namespace="": original(self, entries, ""))(put)
+    wrap(
+        RadixTree, "insert", lambda original, self, entries, anchor, namespace="": original(self, entries, anchor, "")
+    )(put)
 
 
 @mutant("the checkpoint at the end of a prompt is not taken", logits_laws.test_a_repeat_computes_nothing)
@@ -880,12 +882,12 @@ def _(put):
 
 @mutant("stored blocks are shared between salts", tier_laws.test_salts_share_no_cached_prefix)
 def _(put):
-    wrap(BlockHasher, "get_root_key", lambda original, self, salt: original(self, ""))(put)
+    wrap(BlockHasher, "get_root_key", lambda original, self, namespace: original(self, ""))(put)
 
 
 @mutant("idle sequences are shared between salts", tier_laws.test_salts_share_no_cached_prefix)
 def _(put):
-    wrap(RadixTree, "get_root", lambda original, self, salt="": original(self, "one"))(put)
+    wrap(RadixTree, "get_root", lambda original, self, namespace="": original(self, "one"))(put)
 
 
 @mutant(

@@ -57,7 +57,7 @@ class Truth:
                 self.ends.add(entries)
                 self.slots.append((entries, slot))
                 self.device |= {entries[:length] for length in range(1, len(entries) + 1)}
-        checkpoints = [item for item in self.engine.prefix_cache.all_checkpoints if item.salt == self.namespace]
+        checkpoints = [item for item in self.engine.prefix_cache.all_checkpoints if item.namespace == self.namespace]
         for checkpoint in sorted(checkpoints, key=lambda item: -item.position):
             entries = tuple(portable(checkpoint.entries).tolist())
             if not self.has(entries):
@@ -66,7 +66,7 @@ class Truth:
             self.checkpoints[entries] += checkpoint.nbytes
             self.before_checkpoint |= {entries[:length] for length in range(1, len(entries) + 1)}
         for pin in self.engine.prefix_cache.store.pin_manager.pins:
-            if pin.salt == self.namespace:
+            if pin.namespace == self.namespace:
                 entries = tuple(portable(pin.entries).tolist())
                 self.add(entries)
                 self.ends.add(entries)

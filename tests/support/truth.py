@@ -181,7 +181,7 @@ def check_trees(engine: Engine) -> None:
     idle = {slot: slot.entries for slot in cache.slots if not slot.busy and len(slot)}
     check_tree(cache._idle_tree, idle)
     check_tree(cache.checkpoints.tree, {checkpoint: checkpoint.entries for checkpoint in cache.all_checkpoints})
-    distinct = {(checkpoint.salt, checkpoint.entries.tobytes()) for checkpoint in cache.all_checkpoints}
+    distinct = {(checkpoint.namespace, checkpoint.entries.tobytes()) for checkpoint in cache.all_checkpoints}
     assert len(distinct) == len(cache.all_checkpoints)
     assert set(cache._idle_slots) == {slot for slot in cache.slots if not slot.busy}
 
@@ -224,7 +224,7 @@ def check_checkpoints(engine: Engine) -> None:
             on_device = [
                 common_prefix_length(slot.entries, checkpoint.entries) == checkpoint.position for slot in cache.slots
             ]
-            stored = cache.store.find_stored_prefix(checkpoint.entries, checkpoint.salt)
+            stored = cache.store.find_stored_prefix(checkpoint.entries, checkpoint.namespace)
             assert any(on_device) or stored.length == checkpoint.position, "a checkpoint without its cells"
 
 
@@ -251,7 +251,7 @@ def check_last_logits(engine: Engine) -> None:
     """Check that the logits of each prompt are those after its entries, are found once, and within their bytes."""
     store = engine.prefix_cache.store.ram.logits
     check_tree(store._tree, {last_logits: last_logits.entries for last_logits in store})
-    assert len({(last_logits.salt, last_logits.entries.tobytes()) for last_logits in store}) == len(store)
+    assert len({(last_logits.namespace, last_logits.entries.tobytes()) for last_logits in store}) == len(store)
     nbytes = sum(last_logits.nbytes for last_logits in store)
     assert nbytes == engine.prefix_cache.store.ram.budget.get("logits") <= store.limit
     if not (engine.backend.simulate_rounding or engine.backend.adapters):
@@ -331,7 +331,7 @@ def check_budgets(engine: Engine) -> None:
         positions = [
             ancestor.position
             for ancestor in cache.all_checkpoints
-            if ancestor.salt == checkpoint.salt
+            if ancestor.namespace == checkpoint.namespace
             and common_prefix_length(ancestor.entries, checkpoint.entries) == ancestor.position
         ]
         assert len(positions) <= settings.checkpoints.max_checkpoints, f"checkpoints at {positions}"

@@ -333,7 +333,7 @@ def test_the_eviction_history_is_bounded(monkeypatch):
     monkeypatch.setattr(explain, "MAX_EVICTED_PREFIX_BYTES", 250 * 8)
     engine = fake("attention", EngineSettings(ram_cache_bytes=0), sequences=1)
     ask_each(engine, [prompt(100, number) for number in range(9)])
-    evicted = engine.prefix_cache.eviction_history.find_by_salt("")
+    evicted = engine.prefix_cache.eviction_history.find_by_namespace("")
     assert [len(entries) for entries in evicted] == [len(engine.prefix_cache.slots[0])] * 2
     assert engine.explain(request("again", prompt(100, 7))).evicted_entries == 100
     ask_each(engine, [prompt(400, 20), prompt(10, 21)])

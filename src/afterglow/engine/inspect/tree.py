@@ -271,9 +271,9 @@ class TreeWalk:
         self._hasher = store.hasher
         self._interner = engine.interner
         self._salt = salt
-        self._checkpoints = [item for item in cache.all_checkpoints if self._is_own(item.salt)]
+        self._checkpoints = [item for item in cache.all_checkpoints if self._is_own(item.namespace)]
         self._disk_checkpoints = [] if store.disk_tier is None else store.disk_tier.list_checkpoints()
-        self._pins = [pin for pin in store.pin_manager.pins if self._is_own(pin.salt)]
+        self._pins = [pin for pin in store.pin_manager.pins if self._is_own(pin.namespace)]
         self._namespaces = self._find_namespaces()
         self._tree: RadixTree[TreeAnchor] = RadixTree()
         self._runs: list[list[Block]] = []  # paths of blocks to their ends, without the blocks of earlier paths
@@ -292,8 +292,8 @@ class TreeWalk:
         """Return the salt together with each set of adapters that something was computed with."""
         found = {self._cache.build_namespace(self._salt)}
         found.update(slot.namespace for slot in self._cache.slots if slot.salt == self._salt)
-        found.update(checkpoint.salt for checkpoint in self._checkpoints)
-        found.update(pin.salt for pin in self._pins)
+        found.update(checkpoint.namespace for checkpoint in self._checkpoints)
+        found.update(pin.namespace for pin in self._pins)
         return sorted(found)
 
     # --- paths
@@ -338,14 +338,14 @@ class TreeWalk:
         """Insert the checkpoints that are on no path so far: those of models without cells."""
         for checkpoint in sorted(self._checkpoints, key=lambda checkpoint: -checkpoint.position):
             entries = self._interner.to_portable_entries(checkpoint.entries)
-            if self._tree.match(entries, checkpoint.salt).length < len(entries):
-                self._insert_interned(checkpoint.entries, checkpoint, checkpoint.salt)
+            if self._tree.match(entries, checkpoint.namespace).length < len(entries):
+                self._insert_interned(checkpoint.entries, checkpoint, checkpoint.namespace)
             yield
 
     def insert_pins(self) -> Generator[None, None, None]:
         """Insert the pins. A pinned prefix is a node even if it is not cached, so that it can be unpinned."""
         for pin in self._pins:
-            self._insert_interned(pin.entries, pin, pin.salt)
+            self._insert_interned(pin.entries, pin, pin.namespace)
             self._summaries[self._tree.get_node(pin)].pinned = True
             yield
 
@@ -377,7 +377,7 @@ class TreeWalk:
         located: dict[bytes, PrefixNode] = {}
         for checkpoint in self._checkpoints:
             entries = self._interner.to_portable_entries(checkpoint.entries)
-            match = self._tree.match(entries, checkpoint.salt)
+            match = self._tree.match(entries, checkpoint.namespace)
             node = next(node for node in match.path if node.depth >= checkpoint.position)
             located[checkpoint.key] = node
             summary = self._summaries[node]

@@ -29,7 +29,7 @@ class Block:
     """KV cells of up to `block_size` entries. `rows` is None if they are not in RAM."""
 
     key: bytes  # hash of these entries and all entries before them
-    parent: bytes  # key of the previous block; of the first block, the root key of its salt
+    parent: bytes  # key of the previous block; of the first block, the root key of its namespace
     start: int  # number of entries before it
     entries: Entries  # portable: the same in every process
     cells: int
@@ -81,7 +81,7 @@ class StoredPrefix:
 
 
 class BlockHasher:
-    """Computes block keys: chained hashes of model and build, salt, and all entries up to the end of the block."""
+    """Computes block keys: chained hashes of model and build, namespace, and all entries up to the end of the block."""
 
     def __init__(self, model: bytes, interner: EntryInterner, block_size: int) -> None:
         self.block_size = block_size
@@ -90,9 +90,9 @@ class BlockHasher:
         # A plan needs the same hashes several times.
         self._cached_hash = functools.lru_cache(MAX_CACHED_HASHES)(self._hash_block)
 
-    def get_root_key(self, salt: str) -> bytes:
-        """Return the parent key of the first block of a salt."""
-        return blake3(self.model + salt.encode(), derive_key_context="afterglow prefix seed").digest()
+    def get_root_key(self, namespace: str) -> bytes:
+        """Return the parent key of the first block of a namespace."""
+        return blake3(self.model + namespace.encode(), derive_key_context="afterglow prefix seed").digest()
 
     def hash_block(self, parent: bytes, entries: Entries) -> bytes:
         """Return the key of the block with these entries after `parent`."""
@@ -101,9 +101,9 @@ class BlockHasher:
     def _hash_block(self, parent: bytes, entry_bytes: bytes) -> bytes:
         return blake3(parent + self._interner.to_portable_bytes(np.frombuffer(entry_bytes, dtype=np.int64))).digest()
 
-    def hash_prefixes(self, entries: Entries, salt: str) -> list[bytes]:
+    def hash_prefixes(self, entries: Entries, namespace: str) -> list[bytes]:
         """Return the keys of all prefixes of `entries` that consist of full blocks, the empty prefix first."""
-        keys = [self.get_root_key(salt)]
+        keys = [self.get_root_key(namespace)]
         for start in range(0, len(entries) - len(entries) % self.block_size, self.block_size):
             keys.append(self.hash_block(keys[-1], entries[start : start + self.block_size]))
         return keys
@@ -150,9 +150,9 @@ class BlockTree:
     def get_children(self, key: bytes) -> list[Block]:
         return self._children.get(key, [])
 
-    def find_stored_prefix(self, entries: Entries, salt: str) -> StoredPrefix:
+    def find_stored_prefix(self, entries: Entries, namespace: str) -> StoredPrefix:
         """Return the longest stored prefix of a prompt."""
-        block_size, parent, blocks, length = self.hasher.block_size, self.hasher.get_root_key(salt), [], 0
+        block_size, parent, blocks, length = self.hasher.block_size, self.hasher.get_root_key(namespace), [], 0
         while length < len(entries):
             block, shared = self._find_best_child(parent, entries[length : length + block_size])
             if block is None or not shared:

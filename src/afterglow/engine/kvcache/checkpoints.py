@@ -31,7 +31,7 @@ class Checkpoint:
 
     entries: Entries
     state: BackendState
-    salt: str = ""  # the namespace: `PrefixCache.build_namespace`
+    namespace: str = ""  # `PrefixCache.build_namespace`
     parent: bytes = b""  # key of the last full block before it
     start: int = 0  # number of entries in the full blocks before it
     key: bytes = b""
@@ -101,13 +101,13 @@ class CheckpointStore:
         pinned = (checkpoint for checkpoint in self.all_checkpoints if checkpoint.pinned)
         return sum(checkpoint.nbytes + checkpoint.table_bytes for checkpoint in pinned)
 
-    def find_on_path(self, entries: Entries, salt: str) -> Iterator[Checkpoint]:
+    def find_on_path(self, entries: Entries, namespace: str) -> Iterator[Checkpoint]:
         """Yield the checkpoints on the path of these entries, deepest first."""
-        return self.tree.iter_anchors_on_path(self.tree.match(entries, salt))
+        return self.tree.iter_anchors_on_path(self.tree.match(entries, namespace))
 
-    def has_checkpoint_at(self, entries: Entries, salt: str) -> bool:
+    def has_checkpoint_at(self, entries: Entries, namespace: str) -> bool:
         """Return whether a checkpoint exists after exactly these entries."""
-        return any(checkpoint.position == len(entries) for checkpoint in self.find_on_path(entries, salt))
+        return any(checkpoint.position == len(entries) for checkpoint in self.find_on_path(entries, namespace))
 
     def find_in_block(self, block: Block) -> list[Checkpoint]:
         """Return the checkpoints with a position in, or right after, a block."""
@@ -138,7 +138,7 @@ class CheckpointStore:
         self.all_checkpoints.append(checkpoint)
         self._budget.add("checkpoints", checkpoint.nbytes)
         self._budget.add("tables", checkpoint.table_bytes)
-        self.tree.insert(checkpoint.entries, checkpoint, checkpoint.salt)
+        self.tree.insert(checkpoint.entries, checkpoint, checkpoint.namespace)
         for end in self.tree.find_descendants(checkpoint):
             if end not in self.tree:
                 continue  # dropped with another path

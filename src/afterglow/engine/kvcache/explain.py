@@ -45,17 +45,17 @@ class EvictionHistory:
     def __init__(self) -> None:
         self._evicted: deque[tuple[str, Entries]] = deque(maxlen=MAX_EVICTED_PREFIXES)
 
-    def add(self, entries: Entries, salt: str) -> None:
+    def add(self, entries: Entries, namespace: str) -> None:
         """Record the entries of an evicted sequence."""
         if len(entries):
-            self._evicted.append((salt, entries.copy()))
+            self._evicted.append((namespace, entries.copy()))
             nbytes = sum(recorded.nbytes for _, recorded in self._evicted)
             while len(self._evicted) > 1 and nbytes > MAX_EVICTED_PREFIX_BYTES:
                 nbytes -= self._evicted.popleft()[1].nbytes
 
-    def find_by_salt(self, salt: str) -> list[Entries]:
-        """Return the entries of evicted sequences with this salt, the latest first."""
-        return [entries for evicted_salt, entries in reversed(self._evicted) if evicted_salt == salt]
+    def find_by_namespace(self, namespace: str) -> list[Entries]:
+        """Return the entries of evicted sequences with this namespace, the latest first."""
+        return [entries for evicted_namespace, entries in reversed(self._evicted) if evicted_namespace == namespace]
 
 
 def find_miss_cause(

@@ -26,7 +26,7 @@ class LastLogits:
 
     entries: Entries
     logits: NDArray[np.float32]
-    salt: str = ""  # the namespace: `PrefixCache.build_namespace`
+    namespace: str = ""  # `PrefixCache.build_namespace`
     parent: bytes = b""  # key of the last full block before it; the keys are empty until it is written to disk
     start: int = 0  # number of entries in the full blocks before it
     key: bytes = b""
@@ -67,13 +67,15 @@ class LogitsStore:
         """Bytes that all last logits may have."""
         return int(self._budget.limit * MAX_LOGITS_FRACTION)
 
-    def find(self, entries: Entries, salt: str) -> LastLogits | None:
+    def find(self, entries: Entries, namespace: str) -> LastLogits | None:
         """Return the logits after exactly these entries."""
-        return next((found for found in self.find_on_path(entries, salt) if len(found.entries) == len(entries)), None)
+        return next(
+            (found for found in self.find_on_path(entries, namespace) if len(found.entries) == len(entries)), None
+        )
 
-    def find_on_path(self, entries: Entries, salt: str) -> list[LastLogits]:
+    def find_on_path(self, entries: Entries, namespace: str) -> list[LastLogits]:
         """Return the logits after any prefix of these entries, the longest prefix first."""
-        return list(self._tree.iter_anchors_on_path(self._tree.match(entries, salt)))
+        return list(self._tree.iter_anchors_on_path(self._tree.match(entries, namespace)))
 
     def get(self, key: bytes) -> LastLogits | None:
         """Return the logits with this key. Thread-safe."""
@@ -89,7 +91,7 @@ class LogitsStore:
         self._ordered[last_logits] = None
         self._budget.add("logits", last_logits.nbytes)
         self._budget.add("tables", last_logits.table_bytes)
-        self._tree.insert(last_logits.entries, last_logits, last_logits.salt)
+        self._tree.insert(last_logits.entries, last_logits, last_logits.namespace)
         if last_logits.key:
             self._by_key[last_logits.key] = last_logits
 

@@ -30,7 +30,7 @@ logger = logging.getLogger("afterglow.engine.kvcache.pins")
 class Pin:
     """Prefix that is not evicted. `is_system`: pinned automatically, as the system prompt of a request."""
 
-    salt: str
+    namespace: str  # `PrefixCache.build_namespace`
     entries: Entries
     is_system: bool = False
     retention_seconds: float = math.inf  # time from its last use after which it expires
@@ -79,23 +79,23 @@ class Pins(list[Pin]):
         """Return the total length of all pins; with `explicit_only`, of those that do not give way."""
         return sum(len(pin.entries) for pin in self if not (explicit_only and pin.gives_way))
 
-    def find(self, entries: Entries, salt: str) -> Pin | None:
+    def find(self, entries: Entries, namespace: str) -> Pin | None:
         """Return the pin on exactly these entries."""
-        return next((pin for pin in self if pin.salt == salt and np.array_equal(pin.entries, entries)), None)
+        return next((pin for pin in self if pin.namespace == namespace and np.array_equal(pin.entries, entries)), None)
 
-    def find_spans(self, entries: Entries, salt: str) -> list[PinnedSpan]:
+    def find_spans(self, entries: Entries, namespace: str) -> list[PinnedSpan]:
         """Return which leading entries each pin covers."""
-        pins = [pin for pin in self if pin.salt == salt]
+        pins = [pin for pin in self if pin.namespace == namespace]
         return [PinnedSpan(common_prefix_length(pin.entries, entries), pin.expires_at) for pin in pins]
 
-    def find_prefixes(self, entries: Entries, salt: str) -> list[Pin]:
+    def find_prefixes(self, entries: Entries, namespace: str) -> list[Pin]:
         """Return the pins whose entries are a prefix of these entries."""
-        pins = [pin for pin in self if pin.salt == salt]
+        pins = [pin for pin in self if pin.namespace == namespace]
         return [pin for pin in pins if common_prefix_length(pin.entries, entries) == len(pin.entries)]
 
-    def find_positions(self, entries: Entries, salt: str) -> list[int]:
+    def find_positions(self, entries: Entries, namespace: str) -> list[int]:
         """Return the positions at which pinned prefixes of these entries end."""
-        return [len(pin.entries) for pin in self.find_prefixes(entries, salt)]
+        return [len(pin.entries) for pin in self.find_prefixes(entries, namespace)]
 
     def find_lru(self, *, yielding_only: bool = False) -> Pin | None:
         """Return the pin to remove first: the least recently used one that gives way, else, if allowed, any."""
@@ -123,15 +123,17 @@ class PinManager:
     def limit(self) -> int:
         return int(self._ram.budget.limit * MAX_PINNED_FRACTION)
 
-    def pin(self, entries: Entries, salt: str, *, is_system: bool = False, retention_seconds: float = math.inf) -> None:
+    def pin(
+        self, entries: Entries, namespace: str, *, is_system: bool = False, retention_seconds: float = math.inf
+    ) -> None:
         """Do not evict these entries once they are stored, for `retention_seconds` after their last use.
 
         System pins and pins with an expiry give way, least recently used first, to each other and to other pins. If
         there is still not enough space, such a pin is not added, and another one raises `InvalidArgument` and changes
         nothing.
         """
-        pin = Pin(salt, entries.copy(), is_system, retention_seconds, time.time() + retention_seconds)
-        existing = self.pins.find(entries, salt)
+        pin = Pin(namespace, entries.copy(), is_system, retention_seconds, time.time() + retention_seconds)
+        existing = self.pins.find(entries, namespace)
         if existing is not None:
             self._merge(existing, pin)
             return
@@ -152,7 +154,7 @@ class PinManager:
         while pin.can_expire and sum(other.can_expire for other in self.pins) >= MAX_EXPIRING_PINS:
             self._remove(min((other for other in self.pins if other.can_expire), key=lambda other: other.last_used))
         self.pins.append(pin)
-        self._sync_block_pins(entries, salt)
+        self._sync_block_pins(entries, namespace)
         self.enforce_limit()
 
     def _merge(self, existing: Pin, pin: Pin) -> None:
@@ -162,13 +164,13 @@ class PinManager:
         if is_longer:
             existing.retention_seconds, existing.expires_at = pin.retention_seconds, pin.expires_at
         if existing.use() or is_longer:
-            self._sync_block_pins(existing.entries, existing.salt)
+            self._sync_block_pins(existing.entries, existing.namespace)
 
-    def use(self, entries: Entries, salt: str) -> None:
+    def use(self, entries: Entries, namespace: str) -> None:
         """Restart the retention of the pinned prefixes of a prompt."""
-        moved = [pin for pin in self.pins.find_prefixes(entries, salt) if pin.can_expire and pin.use()]
+        moved = [pin for pin in self.pins.find_prefixes(entries, namespace) if pin.can_expire and pin.use()]
         if moved:
-            self._sync_block_pins(max(moved, key=lambda pin: len(pin.entries)).entries, salt)
+            self._sync_block_pins(max(moved, key=lambda pin: len(pin.entries)).entries, namespace)
 
     def expire(self) -> None:
         """Remove the pins whose retention has passed."""
@@ -178,26 +180,30 @@ class PinManager:
 
     def _remove(self, pin: Pin) -> None:
         self.pins.remove(pin)
-        self._sync_block_pins(pin.entries, pin.salt, is_unpinned=not pin.can_expire)
+        self._sync_block_pins(pin.entries, pin.namespace, is_unpinned=not pin.can_expire)
 
     def _remove_lru(self, *, yielding_only: bool) -> None:
         oldest = self.pins.find_lru(yielding_only=yielding_only)
         assert oldest is not None, "the other pins fit"
         self._remove(oldest)
 
-    def unpin(self, entries: Entries, salt: str) -> bool:
+    def unpin(self, entries: Entries, namespace: str) -> bool:
         """Remove the pin on exactly these entries; return False if there is none."""
-        pin = self.pins.find(entries, salt)
+        pin = self.pins.find(entries, namespace)
         if pin is not None:
             self.pins.remove(pin)
-        return self._sync_block_pins(entries, salt, is_unpinned=True) or pin is not None
+        return self._sync_block_pins(entries, namespace, is_unpinned=True) or pin is not None
 
-    def forget(self, entries: Entries, start: int, salt: str) -> int:
+    def forget(self, entries: Entries, start: int, namespace: str) -> int:
         """Remove the pins that continue the first `start` entries as these do; return their number."""
-        matching = [pin for pin in self.pins if pin.salt == salt and common_prefix_length(pin.entries, entries) > start]
+        matching = [
+            pin
+            for pin in self.pins
+            if pin.namespace == namespace and common_prefix_length(pin.entries, entries) > start
+        ]
         for pin in matching:
             self.pins.remove(pin)
-            self._sync_block_pins(pin.entries, pin.salt, is_unpinned=True)
+            self._sync_block_pins(pin.entries, pin.namespace, is_unpinned=True)
         return len(matching)
 
     def enforce_limit(self) -> None:
@@ -223,20 +229,20 @@ class PinManager:
         """Pin the deepest checkpoint on each pinned prefix, from which it is restored, and unpin all others."""
         needed: dict[Checkpoint | None, float] = {}
         for pin in self.pins:
-            deepest = next(self._checkpoints.find_on_path(pin.entries, pin.salt), None)
+            deepest = next(self._checkpoints.find_on_path(pin.entries, pin.namespace), None)
             needed[deepest] = max(pin.expires_at, needed.get(deepest, 0.0))
         self._apply([(checkpoint, needed.get(checkpoint, 0.0)) for checkpoint in self._checkpoints.all_checkpoints])
 
-    def _sync_block_pins(self, entries: Entries, salt: str, *, is_unpinned: bool = False) -> bool:
+    def _sync_block_pins(self, entries: Entries, namespace: str, *, is_unpinned: bool = False) -> bool:
         """Set until when the blocks on this path are pinned; return whether a block changed.
 
         `is_unpinned`: a pin without expiry was removed. Otherwise blocks that are pinned on disk stay pinned.
         """
         self._sync_checkpoint_pins()
-        spans = self.pins.find_spans(entries, salt)
+        spans = self.pins.find_spans(entries, namespace)
         blocks = [
             block
-            for block in self._tree.find_stored_prefix(entries, salt).blocks
+            for block in self._tree.find_stored_prefix(entries, namespace).blocks
             if is_unpinned or block.pinned_until < math.inf
         ]
         return self._apply([(block, find_expiry(spans, block.start)) for block in blocks])

@@ -646,7 +646,7 @@ class PrefixCache:
         if stored_prefix.length > shared:
             shared, next_cached = stored_prefix.length, stored_prefix.next_entry
         evicted = max(
-            (common_prefix_length(prefix, entries) for prefix in self.eviction_history.find_by_salt(namespace)),
+            (common_prefix_length(prefix, entries) for prefix in self.eviction_history.find_by_namespace(namespace)),
             default=0,
         )
         cause = find_miss_cause(
@@ -728,7 +728,7 @@ class PrefixCache:
         tree = self.checkpoints.tree
         for checkpoint, _ in tree.find_nearest(tree.match(entries, namespace), 1):
             yield checkpoint.entries
-        yield from self.eviction_history.find_by_salt(namespace)
+        yield from self.eviction_history.find_by_namespace(namespace)
 
     # --- candidates and eviction cost
 
@@ -782,10 +782,10 @@ class PrefixCache:
 
     def _has_cells_for(self, checkpoint: Checkpoint) -> bool:
         """Return whether all cells before a checkpoint are on the device or stored."""
-        entries, salt = checkpoint.entries, checkpoint.salt
-        busy = [slot for slot in self.slots if slot.busy and slot.namespace == salt]
+        entries, namespace = checkpoint.entries, checkpoint.namespace
+        busy = [slot for slot in self.slots if slot.busy and slot.namespace == namespace]
         return (
-            self._idle_tree.match(entries, salt).length == checkpoint.position
+            self._idle_tree.match(entries, namespace).length == checkpoint.position
             or any(common_prefix_length(slot.entries, entries) == checkpoint.position for slot in busy)
             or self.store.has_cells_for(checkpoint)
         )

@@ -36,7 +36,7 @@ class PrefixMatch(Generic[AnchorT]):
 
 
 class RadixTree(Generic[AnchorT]):
-    """Maps entries to anchors at the ends of paths. A match may end inside an edge. Each salt has a separate tree.
+    """Maps entries to anchors at the ends of paths. A match may end inside an edge. Each namespace has a separate tree.
 
     >>> tree: RadixTree[str] = RadixTree()
     >>> tree.insert(np.array([1, 2, 3, 4]), "conversation")
@@ -54,19 +54,19 @@ class RadixTree(Generic[AnchorT]):
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def get_root(self, salt: str = "") -> RadixNode[AnchorT]:
-        """Return the root of a salt; a new empty one if the salt has none."""
-        return self._roots.get(salt) or RadixNode(np.zeros(0, dtype=np.int64), None)
+    def get_root(self, namespace: str = "") -> RadixNode[AnchorT]:
+        """Return the root of a namespace; a new empty one if the namespace has none."""
+        return self._roots.get(namespace) or RadixNode(np.zeros(0, dtype=np.int64), None)
 
     def get_node(self, anchor: AnchorT) -> RadixNode[AnchorT]:
         """Return the node at the end of the path to `anchor`."""
         return self._nodes[anchor]
 
-    def insert(self, entries: Entries, anchor: AnchorT, salt: str = "") -> None:
+    def insert(self, entries: Entries, anchor: AnchorT, namespace: str = "") -> None:
         """Insert `anchor` at the end of `entries`; move it if it is already in the tree."""
         if anchor in self._nodes:
             self.remove(anchor)
-        node, depth = self._roots.setdefault(salt, self.get_root(salt)), 0
+        node, depth = self._roots.setdefault(namespace, self.get_root(namespace)), 0
         while depth < len(entries):
             child = node.children.get(int(entries[depth]))
             if child is None:
@@ -92,12 +92,12 @@ class RadixTree(Generic[AnchorT]):
             node = parent
         if node.parent is not None and not node.anchors and len(node.children) == 1:
             self._merge_with_child(node)
-        if not node.count and node.parent is None:  # the last anchor of its salt
-            self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
+        if not node.count and node.parent is None:  # the last anchor of its namespace
+            self._roots = {namespace: root for namespace, root in self._roots.items() if root is not node}
 
-    def match(self, entries: Entries, salt: str = "") -> PrefixMatch[AnchorT]:
+    def match(self, entries: Entries, namespace: str = "") -> PrefixMatch[AnchorT]:
         """Return the path of `entries` through the tree."""
-        node, length = self.get_root(salt), 0
+        node, length = self.get_root(namespace), 0
         path = [node]
         while length < len(entries):
             child = node.children.get(int(entries[length]))

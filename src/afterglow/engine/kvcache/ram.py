@@ -63,8 +63,8 @@ class RamTier:
     def holds(self, block: Block) -> bool:
         return self._blocks.get(block.key) is block
 
-    def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
-        return list(self.checkpoints.find_on_path(entries, salt))
+    def find_checkpoints(self, entries: Entries, namespace: str) -> list[Checkpoint]:
+        return list(self.checkpoints.find_on_path(entries, namespace))
 
     # --- storing
 

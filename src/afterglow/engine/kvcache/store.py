@@ -90,13 +90,13 @@ class TieredStore:
 
     # --- lookup
 
-    def search_shared_store(self, entries: Entries, salt: str, known_length: int, *, is_blocking: bool) -> bool:
+    def search_shared_store(self, entries: Entries, namespace: str, known_length: int, *, is_blocking: bool) -> bool:
         """Search the shared store for more of a prompt than is known; return whether the search is still running."""
         if self.object_tier is None:
             return False
         self.refresh()
-        known_length = max(known_length, self.tree.find_stored_prefix(entries, salt).length)
-        return self.object_tier.search(entries, salt, known_length, is_blocking=is_blocking)
+        known_length = max(known_length, self.tree.find_stored_prefix(entries, namespace).length)
+        return self.object_tier.search(entries, namespace, known_length, is_blocking=is_blocking)
 
     def cut_to_fast_tiers(self, stored_prefix: StoredPrefix) -> StoredPrefix:
         """Return the part of a prefix before the first block that only the shared store has."""
@@ -106,10 +106,10 @@ class TieredStore:
         )
         return stored_prefix.cut(count)
 
-    def find_stored_prefix(self, entries: Entries, salt: str) -> StoredPrefix:
+    def find_stored_prefix(self, entries: Entries, namespace: str) -> StoredPrefix:
         """Return the longest prefix of a prompt that is stored."""
         self.refresh()
-        return self.tree.find_stored_prefix(entries, salt)
+        return self.tree.find_stored_prefix(entries, namespace)
 
     def sample_disk_reads(self, prefix: StoredPrefix) -> bool:
         """Time the read of the first blocks of a prefix if only an estimate of the disk's speed opposes loading it.
@@ -134,19 +134,19 @@ class TieredStore:
         for tier in self.tiers:
             tier.sync()
 
-    def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
+    def find_checkpoints(self, entries: Entries, namespace: str) -> list[Checkpoint]:
         """Return the checkpoints on the path of a prompt, each from the fastest tier that has it, deepest first."""
         self.refresh()
         by_position: dict[int, Checkpoint] = {}
         for tier in self.tiers:
-            for checkpoint in tier.find_checkpoints(entries, salt):
+            for checkpoint in tier.find_checkpoints(entries, namespace):
                 by_position.setdefault(checkpoint.position, checkpoint)
         return sorted(by_position.values(), key=lambda checkpoint: -checkpoint.position)
 
-    def find_nearest(self, entries: Entries, salt: str, limit: int) -> Entries:
+    def find_nearest(self, entries: Entries, namespace: str, limit: int) -> Entries:
         """Return the stored prefix nearest to a prompt: what they share, then about `limit` entries of latest use."""
-        prefix = self.find_stored_prefix(entries, salt)
-        key = prefix.blocks[-1].key if prefix.blocks else self.hasher.get_root_key(salt)
+        prefix = self.find_stored_prefix(entries, namespace)
+        key = prefix.blocks[-1].key if prefix.blocks else self.hasher.get_root_key(namespace)
         parts, length = [entries[: prefix.length]], 0
         if prefix.next_entry is not None:
             parts.append(prefix.blocks[-1].entries[prefix.length - prefix.blocks[-1].start :])
@@ -171,12 +171,12 @@ class TieredStore:
                 return tier
         raise InvalidState("a block is missing")
 
-    def build_checkpoint(self, entries: Entries, salt: str, state: BackendState) -> Checkpoint:
+    def build_checkpoint(self, entries: Entries, namespace: str, state: BackendState) -> Checkpoint:
         """Return a checkpoint after these entries, with its keys."""
-        parent = self.hasher.hash_prefixes(entries, salt)[-1]
+        parent = self.hasher.hash_prefixes(entries, namespace)[-1]
         start = len(entries) - len(entries) % self.hasher.block_size
         key = self.hasher.hash_checkpoint(parent, entries[start:])
-        return Checkpoint(entries=entries, state=state, salt=salt, parent=parent, start=start, key=key)
+        return Checkpoint(entries=entries, state=state, namespace=namespace, parent=parent, start=start, key=key)
 
     def has_cells_for(self, checkpoint: Checkpoint) -> bool:
         """Return whether all cells before a checkpoint are stored."""
@@ -310,39 +310,39 @@ class TieredStore:
         slower = self.tiers[1:]
         return {block.key for block in path if block is path[-1] or not any(tier.holds(block) for tier in slower)}
 
-    def store_logits(self, entries: Entries, salt: str, logits: NDArray[np.float32]) -> None:
+    def store_logits(self, entries: Entries, namespace: str, logits: NDArray[np.float32]) -> None:
         """Add the logits after a prompt to RAM, if they fit and are not there."""
-        last_logits = self.ram.logits.find(entries, salt)
+        last_logits = self.ram.logits.find(entries, namespace)
         if last_logits is not None:
             self.ram.logits.touch(last_logits)
         elif self.ram.can_add_logits(entries, logits.nbytes):
-            self.ram.put(LastLogits(entries=entries.copy(), logits=copy_logits(logits), salt=salt))
+            self.ram.put(LastLogits(entries=entries.copy(), logits=copy_logits(logits), namespace=namespace))
 
-    def has_logits(self, entries: Entries, salt: str) -> bool:
+    def has_logits(self, entries: Entries, namespace: str) -> bool:
         """Return whether the logits after exactly these entries are stored."""
-        if self.ram.logits.find(entries, salt) is not None:
+        if self.ram.logits.find(entries, namespace) is not None:
             return True
-        return self.disk_tier is not None and self.disk_tier.find_logits(entries, salt) is not None
+        return self.disk_tier is not None and self.disk_tier.find_logits(entries, namespace) is not None
 
-    def load_logits(self, entries: Entries, salt: str) -> NDArray[np.float32] | None:
+    def load_logits(self, entries: Entries, namespace: str) -> NDArray[np.float32] | None:
         """Return the logits after exactly these entries; None if they are not stored, or damaged."""
-        last_logits = self.ram.logits.find(entries, salt)
+        last_logits = self.ram.logits.find(entries, namespace)
         if last_logits is not None:
             self.ram.logits.touch(last_logits)
             return last_logits.logits
         disk = self.disk_tier
-        if disk is None or (key := disk.find_logits(entries, salt)) is None:
+        if disk is None or (key := disk.find_logits(entries, namespace)) is None:
             return None
         logits = disk.load_logits(key, entries)
         if logits is not None:
-            self.store_logits(entries, salt, logits)
+            self.store_logits(entries, namespace, logits)
         return logits
 
     def _set_logits_keys(self, last_logits: LastLogits) -> None:
         """Compute the keys of logits unless they have them. Only logits that are written need keys."""
         if not last_logits.key:
             entries, hasher = last_logits.entries, self.hasher
-            parent = hasher.hash_prefixes(entries, last_logits.salt)[-1]
+            parent = hasher.hash_prefixes(entries, last_logits.namespace)[-1]
             start = len(entries) - len(entries) % hasher.block_size
             self.ram.logits.set_keys(last_logits, hasher.hash_logits(parent, entries[start:]), parent, start)
 
@@ -360,11 +360,11 @@ class TieredStore:
             for tier in self.tiers[1:]:
                 tier.put(item)
 
-    def write_back_prompt(self, entries: Entries, salt: str) -> None:
+    def write_back_prompt(self, entries: Entries, namespace: str) -> None:
         """Copy what is stored of a prompt to the tiers that do not hold it, e.g. after its files were removed."""
-        self.write_back(self.find_stored_prefix(entries, salt).blocks)
-        self.write_back(self.checkpoints.find_on_path(entries, salt))
-        self.write_back_logits(self.ram.logits.find_on_path(entries, salt))
+        self.write_back(self.find_stored_prefix(entries, namespace).blocks)
+        self.write_back(self.checkpoints.find_on_path(entries, namespace))
+        self.write_back_logits(self.ram.logits.find_on_path(entries, namespace))
 
     def write_back_all(self) -> None:
         """Copy everything in RAM to the tiers that do not hold it."""
@@ -437,7 +437,7 @@ class TieredStore:
         checkpoint.last_used = time.monotonic()
         state = self._tiers_by_name[checkpoint.tier].load_state(checkpoint)
         if checkpoint.tier != self.ram.name and not self.checkpoints.has_checkpoint_at(
-            checkpoint.entries, checkpoint.salt
+            checkpoint.entries, checkpoint.namespace
         ):
             self.add_checkpoint(replace(checkpoint, entries=checkpoint.entries.copy(), state=state, tier=self.ram.name))
         return state
@@ -475,18 +475,18 @@ class TieredStore:
 
     # --- administration
 
-    def is_pinned(self, entries: Entries, salt: str, index: int) -> bool:
+    def is_pinned(self, entries: Entries, namespace: str, index: int) -> bool:
         """Return whether the entry at this index is part of a pinned prefix."""
-        return find_expiry(self.pin_manager.pins.find_spans(entries, salt), index) > 0.0
+        return find_expiry(self.pin_manager.pins.find_spans(entries, namespace), index) > 0.0
 
-    def forget(self, entries: Entries, start: int, salt: str) -> tuple[int, int]:
+    def forget(self, entries: Entries, start: int, namespace: str) -> tuple[int, int]:
         """Delete the blocks and checkpoints that continue the first `start` entries as these do; return their number.
 
         A block that begins before them and ends after them is deleted, too: nothing else shares it.
         """
         self.refresh()
         index, offset = divmod(start, self.hasher.block_size)
-        prefix_keys = self.hasher.hash_prefixes(entries, salt)
+        prefix_keys = self.hasher.hash_prefixes(entries, namespace)
         parent = prefix_keys[index]
         portable = self._interner.to_portable_entries(entries[start - offset :])
         pending = [
@@ -499,14 +499,14 @@ class TieredStore:
         checkpoints = [
             checkpoint
             for checkpoint in self.checkpoints.all_checkpoints
-            if checkpoint.salt == salt and common_prefix_length(checkpoint.entries, entries) > start
+            if checkpoint.namespace == namespace and common_prefix_length(checkpoint.entries, entries) > start
         ]
-        found = [checkpoint for checkpoint in self.find_checkpoints(entries, salt) if checkpoint.position > start]
+        found = [checkpoint for checkpoint in self.find_checkpoints(entries, namespace) if checkpoint.position > start]
         keys = {checkpoint.key for checkpoint in (*checkpoints, *found)}
         for checkpoint in checkpoints:
             self.checkpoints.drop(checkpoint)
         for last_logits in self.ram.logits:
-            if last_logits.salt == salt and common_prefix_length(last_logits.entries, entries) > start:
+            if last_logits.namespace == namespace and common_prefix_length(last_logits.entries, entries) > start:
                 self.ram.logits.drop(last_logits)
         block_keys = {block.key for block in blocks}
         for tier in (self.disk_tier, self.object_tier):

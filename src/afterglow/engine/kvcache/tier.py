@@ -46,7 +46,7 @@ class Tier(Protocol):
 
     def holds(self, block: Block) -> bool: ...
 
-    def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
+    def find_checkpoints(self, entries: Entries, namespace: str) -> list[Checkpoint]:
         """Return the checkpoints on the path of a prompt."""
 
     def put(self, data: Block | Checkpoint | LastLogits) -> None:

@@ -83,10 +83,10 @@ class CheckpointTable:
         """Return the checkpoints with these keys, and those after these blocks."""
         return [item for item in self._by_key.values() if item.key in keys or item.parent in parents]
 
-    def find(self, entries: Entries, salt: str) -> list[Checkpoint]:
+    def find(self, entries: Entries, namespace: str) -> list[Checkpoint]:
         """Return the checkpoints on the path of a prompt. Their state is not loaded."""
         found: list[Checkpoint] = []
-        for index, parent in enumerate(self._hasher.hash_prefixes(entries, salt) if self._by_key else ()):
+        for index, parent in enumerate(self._hasher.hash_prefixes(entries, namespace) if self._by_key else ()):
             start = index * self._hasher.block_size
             for stored in self._by_parent.get(parent, {}).values():
                 rest = self._interner.to_portable_entries(entries[start : stored.position])
@@ -95,7 +95,7 @@ class CheckpointTable:
                         Checkpoint(
                             entries=entries[: stored.position],
                             state=stored,
-                            salt=salt,
+                            namespace=namespace,
                             parent=parent,
                             start=start,
                             key=stored.key,

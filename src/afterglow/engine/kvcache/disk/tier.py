@@ -169,12 +169,12 @@ class DiskTier:
     def list_logits(self) -> list[StoredCheckpoint]:
         return list(self._logits.values())
 
-    def find_logits(self, entries: Entries, salt: str) -> bytes | None:
+    def find_logits(self, entries: Entries, namespace: str) -> bytes | None:
         """Return the key of the logits after exactly these entries, if they are on disk."""
         if not self._logits:
             return None
         hasher = self._tree.hasher
-        parent, start = hasher.hash_prefixes(entries, salt)[-1], len(entries) - len(entries) % hasher.block_size
+        parent, start = hasher.hash_prefixes(entries, namespace)[-1], len(entries) - len(entries) % hasher.block_size
         key = hasher.hash_logits(parent, entries[start:])
         return key if key in self._logits else None
 
@@ -197,9 +197,9 @@ class DiskTier:
     def list_checkpoints(self) -> list[StoredCheckpoint]:
         return self._checkpoints.list_all()
 
-    def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
+    def find_checkpoints(self, entries: Entries, namespace: str) -> list[Checkpoint]:
         """Return the checkpoints on the path of a prompt. Their state is not loaded."""
-        return self._checkpoints.find(entries, salt)
+        return self._checkpoints.find(entries, namespace)
 
     def touch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None = None) -> None:
         names = [build_file_name("cells", block.key) for block in blocks if block.is_on_disk]

@@ -158,7 +158,7 @@ class ObjectTier:
 
     # --- search
 
-    def search(self, entries: Entries, salt: str, known_length: int, *, is_blocking: bool) -> bool:
+    def search(self, entries: Entries, namespace: str, known_length: int, *, is_blocking: bool) -> bool:
         """Search for a longer prefix of a prompt than is known; return whether the search is still running.
 
         With `is_blocking`, return when it has ended or timed out. What is found is added to the tree.
@@ -166,7 +166,7 @@ class ObjectTier:
         missing_seconds = (len(entries) - 1 - known_length) * self._cost_model.seconds_per_entry
         if not self.health.is_available or missing_seconds < MIN_ROUND_TRIPS * self.latency_seconds:
             return False
-        keys = self._tree.hasher.hash_prefixes(entries, salt)
+        keys = self._tree.hasher.hash_prefixes(entries, namespace)
         search_key = (keys[-1], len(entries))
         search = self._searches.get(search_key)
         if search is None:
@@ -311,9 +311,9 @@ class ObjectTier:
         self._checkpoints.remove(key)
         self._names.pop(key, None)
 
-    def find_checkpoints(self, entries: Entries, salt: str) -> list[Checkpoint]:
+    def find_checkpoints(self, entries: Entries, namespace: str) -> list[Checkpoint]:
         """Return the known checkpoints on the path of a prompt. Their state is not loaded."""
-        return self._checkpoints.find(entries, salt)
+        return self._checkpoints.find(entries, namespace)
 
     # --- blocks of the tree
 
