@@ -177,7 +177,7 @@ class Model(Closeable):
         self._chat_template = chat_template
         self._media_policy = media_policy
         self._strip_media = strip_media
-        self._replays = replay
+        self._has_replay = replay
         self._ollama_parameters = ollama_parameters
         self._default_lora = default_lora
         self._sampling_settings = sampling_defaults
@@ -1547,7 +1547,7 @@ class Model(Closeable):
             self._media_policy,
             get_media_support,
             boundaries=self._needs_boundaries,
-            replay_store=self._open_replay_store() if self._replays and template is None else None,
+            replay_store=self._open_replay_store() if self._has_replay and template is None else None,
             summary_store=self._open_summary_store() if template is None else None,
         )
 

@@ -176,14 +176,12 @@ class Engine:
         self._admit_waiting()
         has_first_tokens = self._sample_last_logits()
         self._pack_sequences()
-        has_plan = any(isinstance(event, PrefillProgress) and event.is_long for event in self._events)
-        if has_first_tokens or (has_plan and not any(running.is_decoding for running in self._running)):
-            pass  # they are reported before a decode, which may take seconds
-        elif batch := self._schedule():
-            self._decode(batch)
-        elif self._running and not self._events:
-            with self.sliced_work.run_meanwhile("media"):
-                self.media_scheduler.wait()
+        if not has_first_tokens and not self._has_long_prefill_to_report():
+            if batch := self._schedule():
+                self._decode(batch)
+            elif self._running and not self._events:
+                with self.sliced_work.run_meanwhile("media"):
+                    self.media_scheduler.wait()
         self.sliced_work.ensure_progress()
         self._is_consistent = True
         events, self._events = self._events, []
@@ -381,6 +379,11 @@ class Engine:
         self.prefix_cache.release(running.sequence)
 
     # --- one decode
+
+    def _has_long_prefill_to_report(self) -> bool:
+        """Return whether a plan is reported before its prefill, which may take seconds. No stream waits for it."""
+        has_plan = any(isinstance(event, PrefillProgress) and event.is_long for event in self._events)
+        return has_plan and not any(running.is_decoding for running in self._running)
 
     def _schedule(self) -> list[tuple[RunningJob, int]]:
         now, cost_model = time.monotonic(), self.prefix_cache.cost_model

@@ -52,13 +52,13 @@ class LogitsHold:
             self._context.release_logits()
             self._remaining = DECODES_AFTER_DRAFTS
         elif is_holding:
-            self._plan_release(is_suitable, is_read, is_unnoticed=is_long and len(spans) * 2 < MIN_HELD_ROWS)
+            self._plan_release(is_suitable, is_read, hides_cost=is_long and len(spans) * 2 < MIN_HELD_ROWS)
         else:
-            self._plan_hold(is_suitable, is_unnoticed=is_long and self._outputs >= MIN_HELD_ROWS)
+            self._plan_hold(is_suitable, hides_cost=is_long and self._outputs >= MIN_HELD_ROWS)
 
-    def _plan_hold(self, is_suitable: bool, *, is_unnoticed: bool) -> None:
+    def _plan_hold(self, is_suitable: bool, *, hides_cost: bool) -> None:
         self._was_read = self._was_read and not is_suitable
-        is_early = is_unnoticed and not self._was_read and self._remaining <= DECODES_BEFORE_HOLD
+        is_early = hides_cost and not self._was_read and self._remaining <= DECODES_BEFORE_HOLD
         if not is_suitable and not is_early:
             self._remaining = max(self._remaining, DECODES_BEFORE_HOLD)
         elif self._remaining > 0 and not is_early:
@@ -67,10 +67,10 @@ class LogitsHold:
             is_held = self._context.hold_logits()
             self._remaining = DECODES_BEFORE_RELEASE if is_held else DECODES_BEFORE_HOLD
 
-    def _plan_release(self, is_suitable: bool, is_read: bool, *, is_unnoticed: bool) -> None:
+    def _plan_release(self, is_suitable: bool, is_read: bool, *, hides_cost: bool) -> None:
         if is_suitable:
             self._remaining = DECODES_BEFORE_RELEASE
-        elif self._remaining > 0 and not is_unnoticed:
+        elif self._remaining > 0 and not hides_cost:
             # Reading the rows of many sequences one by one is slow.
             self._remaining -= DECODES_BEFORE_RELEASE // DECODES_BEFORE_HOLD if is_read else 1
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import time
 from collections import deque
@@ -21,7 +22,6 @@ from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.checkpoints import Checkpoint, CheckpointStore
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.disk.tier import DiskTier
-from afterglow.engine.kvcache.disk.writer import logger
 from afterglow.engine.kvcache.last_logits import LastLogits, copy_logits
 from afterglow.engine.kvcache.objects.tier import ObjectTier
 from afterglow.engine.kvcache.pins import PinManager, find_expiry
@@ -34,6 +34,8 @@ from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
 from afterglow.llama import page_buffers
 from afterglow.llama.parallel import run_parallel
+
+logger = logging.getLogger("afterglow.engine.kvcache.store")
 
 # `waiting`: there is no space until slower tiers have written more.
 StoreOutcome: TypeAlias = Literal["stored", "waiting", "not stored"]
