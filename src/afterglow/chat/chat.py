@@ -13,7 +13,7 @@ from afterglow.chat.constraints.reasoning_options import ReasoningOptions, parse
 from afterglow.chat.constraints.response_format import parse_response_format
 from afterglow.chat.constraints.tool_choice import ResolvedToolChoice, parse_tool_choice
 from afterglow.chat.content import load_attachments
-from afterglow.chat.messages import Message, MessageLike, parse_messages
+from afterglow.chat.messages import Message, MessageLike, list_attachments, parse_messages
 from afterglow.chat.multimodal import TEXT_ONLY, MediaPlaceholders, MediaSupport, extract_media, filter_media
 from afterglow.chat.output.parts import OutputFormat, OutputParser, OutputPart, PlainTextParser, join_parts
 from afterglow.chat.output.reasoning import (
@@ -336,8 +336,7 @@ class Chat(Closeable):
         """Return the messages with their media loaded, as the media policy allows."""
         media_support = self._media_support()
         filtered = filter_media(parse_messages(messages), media_support)
-        attachments = [attachment for message in filtered for attachment in message.attachments]
-        media = iter(load_attachments(attachments, self.media_policy, media_support.decode))
+        media = iter(load_attachments(list_attachments(filtered), self.media_policy, media_support.decode))
         return [
             replace(
                 message,

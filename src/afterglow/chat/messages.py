@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -129,6 +129,11 @@ def _parse_tool_call(value: Any, where: str) -> ToolCall:
 
 def _check_optional_text(value: Any, where: str) -> str | None:
     return None if value is None else check_text(value, where)
+
+
+def list_attachments(messages: Iterable[Message]) -> list[Attachment]:
+    """List the images and audio clips of messages, in their order."""
+    return [attachment for message in messages for attachment in message.attachments]
 
 
 def build_user_message(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from afterglow.chat.content import DecodeMedia, load_attachments
-from afterglow.chat.messages import Message, to_template_message
+from afterglow.chat.messages import Message, list_attachments, to_template_message
 from afterglow.engine.multimodal.encoder_cache import MediaEntry
 from afterglow.engine.types.entries import Entry, Media
 from afterglow.engine.types.media import MediaContent, MediaPart
@@ -97,7 +97,7 @@ def extract_media(
     Raises `UnsupportedMedia` for the first attachment that the model does not support, unless such are stripped.
     """
     filtered = filter_media(messages, media_support)
-    attachments = [attachment for message in filtered for attachment in message.attachments]
+    attachments = list_attachments(filtered)
     if not attachments:
         return filtered, NO_MEDIA
     delimiter = find_unused_character(messages, *other_text)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from afterglow.api.model import Model
 from afterglow.chat.content import Attachment
-from afterglow.chat.messages import Message
+from afterglow.chat.messages import Message, list_attachments
 from afterglow.engine.types.media import EncodedMedia
 from afterglow.media.load import estimate_inline_bytes
 from afterglow.server import limits
@@ -33,11 +33,6 @@ async def load_media(
     loaded = await state.run_media_work(lambda: model.load_media(messages))
     reservation.resize(count_media_bytes(list_attachments(loaded)))
     return loaded
-
-
-def list_attachments(messages: Iterable[Message]) -> list[Attachment]:
-    """List the images and audio files of messages."""
-    return [attachment for message in messages for attachment in message.attachments]
 
 
 def count_media_bytes(attachments: Iterable[Attachment]) -> int:
