@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -389,6 +390,23 @@ def test_a_longer_context_reloads_the_model(client: ollama.Client) -> None:
     assert client.chat("tiny", long, options=GREEDY).prompt_eval_count > 400
     with pytest.raises(ollama.ResponseError, match=r"100,000.*4,096"):
         client.chat("tiny", MESSAGES, options={"num_ctx": 100_000})
+
+
+@pytest.mark.native
+def test_requests_that_need_a_longer_context_at_the_same_time_share_one_reload(
+    client: ollama.Client, machine: ServerProcess
+) -> None:
+    client.generate("tiny", "")
+    longer = list_running(client)["tiny:latest"].context_length or 0
+
+    def ask(context: int | None) -> int | None:
+        options = GREEDY if context is None else {**GREEDY, "num_ctx": context}
+        return client.chat("tiny", MESSAGES, options=options).eval_count
+
+    contexts = [longer + 256, longer + 512, None, longer + 512]
+    with ThreadPoolExecutor(len(contexts)) as pool:
+        assert list(pool.map(ask, contexts)) == [8] * len(contexts)
+    assert list_running(client)["tiny:latest"].context_length >= longer + 512
 
 
 @pytest.mark.native
