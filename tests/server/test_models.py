@@ -364,6 +364,27 @@ def test_all_requests_that_wait_for_a_model_are_served_by_one_load() -> None:
         assert (b.active_requests, b.counters.loads) == (3, 1)
 
 
+def test_a_client_that_leaves_while_its_load_fails_does_not_count_as_a_request() -> None:
+    may_fail = threading.Event()
+
+    def fail() -> Any:
+        may_fail.wait(30)
+        raise EngineError("it cannot be read")
+
+    async def leave(slot: Any) -> None:
+        request = asyncio.ensure_future(served_models.get_held_model(slot))
+        await asyncio.sleep(0)
+        may_fail.set()
+        assert wait_until(30, lambda: not slot.is_loading)  # the event loop has not seen the error yet
+        request.cancel()
+        with suppress(asyncio.CancelledError):
+            await request
+
+    with closing(ModelRegistry({"a": ServedModel(fail)})) as registry:
+        asyncio.run(leave(registry.get_slot("a")))
+        assert registry.get_slot("a").active_requests == 0
+
+
 def test_no_model_starves_if_two_that_do_not_fit_together_are_used_all_the_time() -> None:
     served: list[str] = []
 
