@@ -385,6 +385,21 @@ def test_a_client_that_leaves_while_its_load_fails_does_not_count_as_a_request()
         assert registry.get_slot("a").active_requests == 0
 
 
+def test_requests_that_wait_for_a_deleted_model_do_not_find_it() -> None:
+    with serve_fakes(a={}) as registry, ThreadPoolExecutor(1) as pool:
+        slot = registry.get_slot("a")
+        slot.acquire().result(30)
+        removal = pool.submit(registry.remove, slot)
+        assert wait_until(30, lambda: slot.state == "unloading")
+        waiting = slot.acquire()
+        slot.release()
+        with pytest.raises(ModelNotFound, match="it was deleted"):
+            waiting.result(30)
+        removal.result(30)
+        with pytest.raises(ModelNotFound, match="it was deleted"):
+            slot.acquire()
+
+
 def test_no_model_starves_if_two_that_do_not_fit_together_are_used_all_the_time() -> None:
     served: list[str] = []
 

@@ -97,6 +97,8 @@ class ModelSlot:
         self._replacement: ServedModel | None = None  # what is loaded after the unload that runs
         self._retry_time = 0.0  # when a failed load may be repeated
         self._closed = False
+        self._close_error: AfterglowError = Closed("server")  # of requests after the close
+        self._removal: AfterglowError | None = None  # of requests that wait while the model is deleted
 
     # --- properties
 
@@ -208,7 +210,7 @@ class ModelSlot:
         """
         with self._changed:
             if self._closed:
-                raise Closed("server")
+                raise self._close_error
             if self._loading is not None and (not self._loading.done() or time.monotonic() < self._retry_time):
                 return self._loading
             future: Future[Model] = Future()
@@ -385,7 +387,10 @@ class ModelSlot:
                 self.has_room, self.keep_alive = model.has_engine, self.default_keep_alive
                 self.counters.unloads += 1
                 self.counters.unload_seconds += time.monotonic() - started
-                old = None if model.has_engine else self._replace()
+                if not model.has_engine:
+                    old = self._replace()
+                    if self._removal is not None:
+                        self._refuse_requests(self._removal)
             self.is_leaving = False
             if not future.done():
                 future.set_result(None)
@@ -406,16 +411,31 @@ class ModelSlot:
             "unloaded %s in %.1f s: %s in %.1f s%s%s", self.name, seconds, stored, report.seconds, lost, dropped
         )
 
-    def close(self) -> None:
-        """Close the model without waiting for a load. Waiting requests and later loads get `Closed`."""
-        with self._changed:
-            self._closed = True
-            if self._loading is not None and not self._loading.done():
-                self._loading.set_exception(Closed("server"))
-                self._resolve_waiters(self._loading)
-            self._changed.notify_all()
+    def close(self, error: AfterglowError | None = None) -> None:
+        """Close the model without waiting for a load. Waiting requests and later ones get `error`, or else `Closed`."""
+        self._refuse_requests(error or self._close_error)
         if self.model is not None:
             self.model.close()
+
+    def remove(self) -> None:
+        """Unload and close the model, which is deleted. Blocking. Raises status 409 if it is in use."""
+        error = ModelNotFound(self.name, "it was deleted")
+        with self._changed:
+            self._removal = error
+        try:
+            self.unload()
+        finally:
+            with self._changed:
+                self._removal = None
+        self.close(error)
+
+    def _refuse_requests(self, error: AfterglowError) -> None:
+        with self._changed:
+            self._closed, self._close_error = True, error
+            if self._loading is not None and not self._loading.done():
+                self._loading.set_exception(error)
+                self._resolve_waiters(self._loading)
+            self._changed.notify_all()
 
 
 def prepare(model: Model) -> None:
@@ -586,10 +606,9 @@ class ModelRegistry(Closeable):
 
     def remove(self, slot: ModelSlot) -> None:
         """Unload a model and serve it no more. Blocking. Raises status 409 if it is in use."""
-        slot.unload()
+        slot.remove()
         with self.changed:
             self.slots = {name: other for name, other in self.slots.items() if other is not slot}
-        slot.close()
 
     def load_first(self) -> list[str]:
         """Load the pinned models and as many of the others as fit, concurrently; return their names."""
