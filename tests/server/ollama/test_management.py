@@ -460,6 +460,15 @@ def test_created_models_have_settings_of_their_own(client: ollama.Client, machin
 
 
 @pytest.mark.native
+def test_a_model_with_a_template_that_cannot_be_rendered_is_not_created(client: ollama.Client) -> None:
+    for template in ("{% for message in messages %}", "{{ messages[0].content | nothing }}"):
+        with pytest.raises(ollama.ResponseError, match="`template` cannot be used: ") as raised:
+            client.create("broken", from_="tiny", template=template)
+        assert raised.value.status_code == 400
+    assert "broken:latest" not in {model.model for model in client.list().models}
+
+
+@pytest.mark.native
 def test_created_models_are_served_by_every_api_with_their_settings(
     client: ollama.Client, machine: ServerProcess
 ) -> None:
