@@ -400,6 +400,21 @@ def test_requests_that_wait_for_a_deleted_model_do_not_find_it() -> None:
             slot.acquire()
 
 
+def test_a_reload_that_fails_leaves_the_model_as_it_was() -> None:
+    def fail() -> Any:
+        raise EngineError("it does not fit")
+
+    too_long = ServedModel(fail, nbytes={"ram": 90})
+    with serve_fakes(a={"with_context": lambda context: too_long}) as registry:
+        slot = registry.get_slot("a")
+        slot.load()
+        with pytest.raises(EngineError, match="does not fit"):
+            slot.start_reload(4096).result(30)
+        assert slot.acquire().result(30).is_active
+        assert slot.nbytes == {"ram": 60}
+        slot.release()
+
+
 def test_no_model_starves_if_two_that_do_not_fit_together_are_used_all_the_time() -> None:
     served: list[str] = []
 

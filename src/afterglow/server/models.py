@@ -343,24 +343,37 @@ class ModelSlot:
         try:
             if self._with_context is None:
                 raise invalid_request_error("context", f"{self.name!r} may not be loaded with another context length")
-            replacement = self._with_context(context)
+            served = self._with_context(context)
+            previous = ServedModel(self._open_model, self.nbytes, plan=self.plan)
             with self._changed:
-                self._replacement = replacement
+                self._replacement = served
             try:
                 self.unload()
-            finally:
                 with self._changed:
                     old = None if self.is_usable or self.is_loading else self._replace()  # it was not loaded
-                    is_replaced, self._replacement = self._replacement is None, None
-                if old is not None:
-                    old.close()
+                    is_replaced = self._replacement is None
+            finally:
+                with self._changed:
+                    self._replacement = None
+            if old is not None:
+                old.close()
             if not is_replaced:
                 raise APIError(409, f"{self.name!r} is in use; retry later", param="model", code="model_busy")
-            self.load()
+            self._load_or_return_to(previous)
         except BaseException as error:  # raised in the requests that wait for it
             future.set_exception(error)
         else:
             future.set_result(context)
+
+    def _load_or_return_to(self, previous: ServedModel) -> None:
+        """Load the model. If that fails, later loads have the context length of before."""
+        try:
+            self.load()
+        except BaseException:
+            with self._changed:
+                self._open_model, self.nbytes, self.plan = previous.open_model, previous.nbytes, previous.plan
+                self._retry_time = 0.0
+            raise
 
     def _replace(self) -> Model | None:
         """Let the next load have another context length if a reload asks for it; return the model to close."""
