@@ -176,7 +176,8 @@ def restore_slot(model: Model, slot: int, path: Path, salt: str) -> dict[str, An
     try:
         tokens = model.load_sequence(path, slot)
     except InvalidState as error:
-        raise invalid_request_error("filename", f"{path.name!r} cannot be restored: {error}") from None
+        reason = str(error).replace(str(path), "the file")  # clients do not learn where files are
+        raise invalid_request_error("filename", f"{path.name!r} cannot be restored: {reason}") from None
     return {
         "id_slot": slot,
         "filename": path.name,
