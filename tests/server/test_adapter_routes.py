@@ -205,6 +205,8 @@ def test_the_models_route_lists_adapters(client, adapter_server):
     ("model", "lora", "param", "message"),
     [
         ("small+styel", None, "model", "'styel' is not an adapter of 'small'; did you mean 'style'?"),
+        ("small+style+style", None, "model", "`model` has 'style' twice"),
+        ("small+style@1000", None, "model", "`model` must have a scale from -100 to 100 for 'style'"),
         ("small", [{"name": "formall"}], "lora", "'formall' is not an adapter of 'small'; did you mean 'formal'?"),
         ("small", [{"id": 7}], "lora", "'small' has 3 adapters; there is no `id` 7"),
         ("small", [{"scale": 1}], "lora", "must have either `name` or `id`"),

@@ -365,6 +365,57 @@ def test_all_requests_that_wait_for_a_model_are_served_by_one_load() -> None:
         assert (b.active_requests, b.counters.loads) == (3, 1)
 
 
+def test_a_client_that_leaves_while_its_load_fails_does_not_count_as_a_request() -> None:
+    may_fail = threading.Event()
+
+    def fail() -> Any:
+        may_fail.wait(30)
+        raise EngineError("it cannot be read")
+
+    async def leave(slot: Any) -> None:
+        request = asyncio.ensure_future(served_models.get_held_model(slot))
+        await asyncio.sleep(0)
+        may_fail.set()
+        assert wait_until(30, lambda: not slot.is_loading)  # the event loop has not seen the error yet
+        request.cancel()
+        with suppress(asyncio.CancelledError):
+            await request
+
+    with closing(ModelRegistry({"a": ServedModel(fail)})) as registry:
+        asyncio.run(leave(registry.get_slot("a")))
+        assert registry.get_slot("a").active_requests == 0
+
+
+def test_requests_that_wait_for_a_deleted_model_do_not_find_it() -> None:
+    with serve_fakes(a={}) as registry, ThreadPoolExecutor(1) as pool:
+        slot = registry.get_slot("a")
+        slot.acquire().result(30)
+        removal = pool.submit(registry.remove, slot)
+        assert wait_until(30, lambda: slot.state == "unloading")
+        waiting = slot.acquire()
+        slot.release()
+        with pytest.raises(ModelNotFound, match="it was deleted"):
+            waiting.result(30)
+        removal.result(30)
+        with pytest.raises(ModelNotFound, match="it was deleted"):
+            slot.acquire()
+
+
+def test_a_reload_that_fails_leaves_the_model_as_it_was() -> None:
+    def fail() -> Any:
+        raise EngineError("it does not fit")
+
+    too_long = ServedModel(fail, nbytes={"ram": 90})
+    with serve_fakes(a={"with_context": lambda context: too_long}) as registry:
+        slot = registry.get_slot("a")
+        slot.load()
+        with pytest.raises(EngineError, match="does not fit"):
+            slot.start_reload(4096).result(30)
+        assert slot.acquire().result(30).is_active
+        assert slot.nbytes == {"ram": 60}
+        slot.release()
+
+
 def test_no_model_starves_if_two_that_do_not_fit_together_are_used_all_the_time() -> None:
     served: list[str] = []
 

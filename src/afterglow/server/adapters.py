@@ -24,7 +24,8 @@ def build_lora(models: ModelRegistry, model: Model, name: str | None, fields: Se
     try:
         resolve_lora(named, model.adapters, model.name)
     except InvalidArgument as error:
-        raise invalid_request_error("model", str(error).removeprefix("`lora` ")) from None
+        reason = str(error).removeprefix("`lora` ")
+        raise invalid_request_error("model", reason if reason.startswith("'") else f"`model` {reason}") from None
     if not named and fields is None:
         return list(models.get_requested_slot(name).default_lora)
     return [*named, *(_convert_field(model, field) for field in fields or ())]

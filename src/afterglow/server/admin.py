@@ -54,7 +54,7 @@ from afterglow.server.schema.admin import (
     UnloadModelRequest,
 )
 from afterglow.server.schema.base import StrictRoute
-from afterglow.server.state import ServerState
+from afterglow.server.state import ServerState, name_fields
 
 ResultT = TypeVar("ResultT")
 DIFFERENCE_CONTEXT_TOKENS = 16  # tokens shown on each side of a difference
@@ -204,9 +204,10 @@ def _add_text_routes(router: APIRouter, state: ServerState) -> None:
     @router.post("/tokenize", summary="Tokenize a text")
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         model = await state.get_model(body.model)
-        tokens = await state.run_text_work(
+        work = state.run_text_work(
             lambda: tokenize_prompt(model, body.content, special=body.parse_special, bos=body.add_special)
         )
+        tokens = await name_fields(work, {"prompt": "content"})
         if not body.with_pieces:
             return TokenizeResponse(tokens=tokens)
         return TokenizeResponse(tokens=[{"id": token, "piece": format_piece(model, token)} for token in tokens])
@@ -214,7 +215,8 @@ def _add_text_routes(router: APIRouter, state: ServerState) -> None:
     @router.post("/detokenize", summary="Convert tokens to text")
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
         model = await state.get_model(body.model)
-        content = await state.run_text_work(lambda: model.detokenize(body.tokens, special=True))
+        work = state.run_text_work(lambda: model.detokenize(body.tokens, special=True))
+        content = await name_fields(work, {"token": "tokens"})
         return DetokenizeResponse(content=content)
 
     @router.post("/apply-template", summary="Render a conversation with the chat template of the model")

@@ -154,18 +154,21 @@ def validation_to_api_error(errors: Sequence[Mapping[str, Any]], body: Any) -> A
     first = max(same_field, key=lambda error: len(error["loc"]))
     if first["loc"][0] != "body":
         return _build_parameter_error(".".join(map(str, first["loc"][1:])), first)
-    param = format_param_path(first["loc"], body) or None
+    location = first["loc"]
+    missing = location[-1:] if first["type"] == "missing" and len(location) > 1 else ()
+    param = format_param_path(location[: len(location) - len(missing)], body, *missing) or None
     match first["type"]:
         case "json_invalid":
             return APIError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
         case "unknown_parameter":
-            param = format_param_path((*first["loc"], first["ctx"]["name"]), body)
+            param = format_param_path(location, body, first["ctx"]["name"])
             return APIError(400, f"`{param}` {first['msg']}", param=param, code="unknown_parameter")
         case "missing_field":  # of several fields, one must be present
-            param = format_param_path((*first["loc"], first["ctx"]["name"]), body)
+            param = format_param_path(location, body, first["ctx"]["name"])
             return APIError(400, f"`{param}` is missing", param=param, code="missing_required_parameter")
         case _ if param is None:
-            return APIError(400, "the body must be a JSON object")
+            kind = "list" if first["type"] == "list_type" else "JSON object"
+            return APIError(400, f"the body must be a {kind}")
         case "missing":
             return APIError(400, f"`{param}` is missing", param=param, code="missing_required_parameter")
         case "unsupported_parameter" | "same_field":
@@ -185,29 +188,28 @@ def _build_parameter_error(param: str, error: Mapping[str, Any]) -> APIError:
     return APIError(400, message, param=param, code=code)
 
 
-def format_param_path(location: Sequence[str | int], body: Any) -> str:
+def format_param_path(location: Sequence[str | int], body: Any, *missing: str | int) -> str:
     """Format a pydantic error location as a path into the body, without the type names that pydantic inserts.
 
-    >>> format_param_path(("body", "messages", 0, "user", "content"), {"messages": [{"role": "user"}]})
+    `missing` is the name of a field that the body does not have, or the index of an item.
+
+    >>> format_param_path(("body", "messages", 0, "user", "content"), {"messages": [{"role": "user", "content": 5}]})
     'messages[0].content'
+    >>> format_param_path(("body", "input", "str"), {"input": None}), format_param_path(("body",), {}, "input")
+    ('input', 'input')
     """
     path, value = "", body
-    steps = list(location[1:])
-    for index, step in enumerate(steps):
-        child = _get_child(value, step)
-        if child is None and (index < len(steps) - 1 or not isinstance(value, Mapping)):
-            continue
-        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else str(step)
-        value = child
+    for step in location[1:]:
+        is_key = isinstance(step, str) and isinstance(value, Mapping) and step in value
+        if is_key or (isinstance(step, int) and isinstance(value, list) and step < len(value)):
+            path, value = _join_path(path, step), value[step]
+    for step in missing:
+        path = _join_path(path, step)
     return path
 
 
-def _get_child(value: Any, step: str | int) -> Any:
-    if isinstance(value, Mapping) and isinstance(step, str):
-        return value.get(step)
-    if isinstance(value, list) and isinstance(step, int) and step < len(value):
-        return value[step]
-    return None
+def _join_path(path: str, step: str | int) -> str:
+    return path + (f"[{step}]" if isinstance(step, int) else f".{step}" if path else step)
 
 
 def install_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:

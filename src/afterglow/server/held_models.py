@@ -63,7 +63,7 @@ async def get_held_model(slot: ModelSlot) -> Model:
     try:
         model = await asyncio.wrap_future(future)
     except asyncio.CancelledError:
-        if not future.cancel():
+        if not future.cancel() and future.exception() is None:  # the request has got the model
             slot.release()
         raise
     if held is None:

@@ -91,8 +91,12 @@ class ModelSlot:
         self._waiters: list[Future[Model]] = []  # requests that wait for the model
         self._loading: Future[Model] | None = None  # the load that runs, or the last one that failed
         self._unloading: Future[None] | None = None  # the unload that runs
+        self._reloading: Future[int] | None = None  # the reload that runs
+        self._replacement: ServedModel | None = None  # what is loaded after the unload that runs
         self._retry_time = 0.0  # when a failed load may be repeated
         self._closed = False
+        self._close_error: AfterglowError = Closed("server")  # of requests after the close
+        self._removal: AfterglowError | None = None  # of requests that wait while the model is deleted
 
     # --- properties
 
@@ -204,7 +208,7 @@ class ModelSlot:
         """
         with self._changed:
             if self._closed:
-                raise Closed("server")
+                raise self._close_error
             if self._loading is not None and (not self._loading.done() or time.monotonic() < self._retry_time):
                 return self._loading
             future: Future[Model] = Future()
@@ -316,29 +320,73 @@ class ModelSlot:
             message = f"{self.name!r} is busy: {running} requests run after {timeout:g} s; retry later"
             raise APIError(409, message, param="model", code="model_busy", retry_after=1)
 
-    def reload(self, context: int) -> None:
-        """Load the model again with another context length. Blocking.
+    def start_reload(self, context: int) -> Future[int]:
+        """Load the model again with another context length, which the future returns, when its requests have ended.
 
-        Raises status 400 if that is not allowed, and status 409 if the model is in use.
+        All callers share one reload, which may be for another length. Requests from now on wait for it.
+        The future has status 400 if a reload is not allowed, and status 409 if the model stays busy.
         """
-        if self._with_context is None:
-            raise invalid_request_error("context", f"{self.name!r} may not be loaded with another context length")
-        served = self._with_context(context)
-        self.unload()
         with self._changed:
-            if self.is_usable or self.is_loading:
+            if self._reloading is not None and not self._reloading.done():
+                return self._reloading
+            future: Future[int] = Future()
+            self._reloading = future
+            future.set_running_or_notify_cancel()  # a request that is cancelled must not cancel the reload
+            threading.Thread(
+                target=self._reload, args=[future, context], name=f"reload-{self.name}", daemon=True
+            ).start()
+            return future
+
+    def _reload(self, future: Future[int], context: int) -> None:
+        try:
+            if self._with_context is None:
+                raise invalid_request_error("context", f"{self.name!r} may not be loaded with another context length")
+            served = self._with_context(context)
+            previous = ServedModel(self._open_model, self.nbytes, plan=self.plan)
+            with self._changed:
+                self._replacement = served
+            try:
+                self.unload()
+                with self._changed:
+                    old = None if self.is_usable or self.is_loading else self._replace()  # it was not loaded
+                    is_replaced = self._replacement is None
+            finally:
+                with self._changed:
+                    self._replacement = None
+            if old is not None:
+                old.close()
+            if not is_replaced:
                 raise APIError(409, f"{self.name!r} is in use; retry later", param="model", code="model_busy")
-            old, self.model = self.model, None
-            self._open_model, self.nbytes, self.plan = served.open_model, served.nbytes, served.plan
-        if old is not None:
-            old.close()
-        self.load()
+            self._load_or_return_to(previous)
+        except BaseException as error:  # raised in the requests that wait for it
+            future.set_exception(error)
+        else:
+            future.set_result(context)
+
+    def _load_or_return_to(self, previous: ServedModel) -> None:
+        """Load the model. If that fails, later loads have the context length of before."""
+        try:
+            self.load()
+        except BaseException:
+            with self._changed:
+                self._open_model, self.nbytes, self.plan = previous.open_model, previous.nbytes, previous.plan
+                self._retry_time = 0.0
+            raise
+
+    def _replace(self) -> Model | None:
+        """Let the next load have another context length if a reload asks for it; return the model to close."""
+        if self._replacement is None:
+            return None
+        served, self._replacement = self._replacement, None
+        self._open_model, self.nbytes, self.plan = served.open_model, served.nbytes, served.plan
+        old, self.model = self.model, None
+        return old
 
     def _unload(self, future: Future[None]) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not (self.active_requests and self.is_leaving) or self._closed)
             model = self.model if self.is_leaving and not self._closed else None
-        started = time.monotonic()
+        started, old = time.monotonic(), None
         try:
             if model is not None:
                 self._release_engine(model, started)
@@ -350,10 +398,16 @@ class ModelSlot:
                 self.has_room, self.keep_alive = model.has_engine, self.default_keep_alive
                 self.counters.unloads += 1
                 self.counters.unload_seconds += time.monotonic() - started
+                if not model.has_engine:
+                    old = self._replace()
+                    if self._removal is not None:
+                        self._refuse_requests(self._removal)
             self.is_leaving = False
             if not future.done():
                 future.set_result(None)
             self._changed.notify_all()
+        if old is not None:
+            old.close()
 
     def _release_engine(self, model: Model, started: float) -> None:
         report = model.deactivate(STORE_TIMEOUT_SECONDS)
@@ -368,16 +422,31 @@ class ModelSlot:
             "unloaded %s in %.1f s: %s in %.1f s%s%s", self.name, seconds, stored, report.seconds, lost, dropped
         )
 
-    def close(self) -> None:
-        """Close the model without waiting for a load. Waiting requests and later loads get `Closed`."""
-        with self._changed:
-            self._closed = True
-            if self._loading is not None and not self._loading.done():
-                self._loading.set_exception(Closed("server"))
-                self._resolve_waiters(self._loading)
-            self._changed.notify_all()
+    def close(self, error: AfterglowError | None = None) -> None:
+        """Close the model without waiting for a load. Waiting requests and later ones get `error`, or else `Closed`."""
+        self._refuse_requests(error or self._close_error)
         if self.model is not None:
             self.model.close()
+
+    def remove(self) -> None:
+        """Unload and close the model, which is deleted. Blocking. Raises status 409 if it is in use."""
+        error = ModelNotFound(self.name, "it was deleted")
+        with self._changed:
+            self._removal = error
+        try:
+            self.unload()
+        finally:
+            with self._changed:
+                self._removal = None
+        self.close(error)
+
+    def _refuse_requests(self, error: AfterglowError) -> None:
+        with self._changed:
+            self._closed, self._close_error = True, error
+            if self._loading is not None and not self._loading.done():
+                self._loading.set_exception(error)
+                self._resolve_waiters(self._loading)
+            self._changed.notify_all()
 
 
 def prepare(model: Model) -> None:
@@ -548,10 +617,9 @@ class ModelRegistry(Closeable):
 
     def remove(self, slot: ModelSlot) -> None:
         """Unload a model and serve it no more. Blocking. Raises status 409 if it is in use."""
-        slot.unload()
+        slot.remove()
         with self.changed:
             self.slots = {name: other for name, other in self.slots.items() if other is not slot}
-        slot.close()
 
     def load_first(self) -> list[str]:
         """Load the pinned models and as many of the others as fit, concurrently; return their names."""

@@ -167,7 +167,9 @@ class ServerState(Closeable):
         name in /v1/chat/completions. With a `stream_format`, work that takes longer than `ping_seconds` starts its
         stream early, so that the client gets keep-alive pings.
         """
-        response = asyncio.ensure_future(_name_fields(work, {"messages": prompt_field, **(other_fields or {})}))
+        response = asyncio.ensure_future(
+            name_fields(work, {"messages": prompt_field, "prompt": prompt_field, **(other_fields or {})})
+        )
         disconnect = asyncio.ensure_future(wait_for_disconnect(request.receive))
         ping_seconds = self.settings.ping_seconds
         starts_early = False
@@ -234,7 +236,7 @@ def _cancel_all(future: Future[Sequence[Cancellable]]) -> None:
             stream.cancel()
 
 
-async def _name_fields(work: Coroutine[Any, Any, Response], fields: Mapping[str, str]) -> Response:
+async def name_fields(work: Coroutine[Any, Any, ResultT], fields: Mapping[str, str]) -> ResultT:
     """Run `work`. Errors name the fields of the request instead of those of /v1/chat/completions."""
     try:
         return await work
@@ -242,8 +244,8 @@ async def _name_fields(work: Coroutine[Any, Any, Response], fields: Mapping[str,
         api_error = to_api_error(error)
         param = api_error.param or ""
         first = param if param in fields else param.partition(".")[0]
-        if (name := fields.get(first, first)) != first:
-            api_error.param = name + param[len(first) :]
+        if first in fields:
+            api_error.param = fields[first] + param[len(first) :]
             for written in (param, getattr(error, "name", param)):
                 api_error.message = api_error.message.replace(f"`{written}`", f"`{api_error.param}`")
         raise api_error from None

@@ -69,6 +69,16 @@ def test_lists_have_pages(batch_server: ServerProcess):
             "expires_after.seconds",
             "missing_required_parameter",
         ),
+        (
+            {"purpose": "batch", "expires_after": "1h", "expires_after[seconds]": "3600"},
+            "expires_after",
+            "invalid_value",
+        ),
+        (
+            {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "9" * 5000},
+            "expires_after.seconds",
+            "invalid_value",
+        ),
     ],
 )
 def test_a_form_is_validated(batch_server: ServerProcess, data: dict[str, str], param: str, code: str):

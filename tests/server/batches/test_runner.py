@@ -79,6 +79,23 @@ def test_interactive_requests_go_before_background_work_which_ends(tmp_path: Pat
             assert '"finish_reason":"length"' in "".join(events).replace(" ", "")
 
 
+def test_lines_of_a_model_that_is_deleted_fail_and_the_others_run(tmp_path: Path):
+    options = (f"vectors={models.get_path('embedding')}", *ONE_SEQUENCE)
+    with run_server(*options, AFTERGLOW_DATA=str(tmp_path)) as server:
+        assert server.post("/api/create", {"model": "bot", "from": "tiny"}).status_code == 200
+        client, names = server.client(), ["tiny"] * 3 + ["bot"] * 3
+        lines = [build_line(f"{n}", model=name, max_tokens=900, ignore_eos=True) for n, name in enumerate(names)]
+        batch = start_batch(client, lines)
+        assert wait_until(120, lambda: server.is_busy())
+        assert server.http.request("DELETE", "/api/delete", json={"model": "bot"}).status_code == 200
+        batch = wait_for_end(client, batch.id)
+        assert batch.status == "completed"
+        completed = {result["custom_id"] for result in read_results(client, batch.output_file_id)}
+        failed = read_results(client, batch.error_file_id)
+        assert completed >= {"0", "1", "2"}
+        assert {result["response"]["body"]["error"]["code"] for result in failed} == {"model_not_found"}
+
+
 def test_an_internal_error_fails_its_batch_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

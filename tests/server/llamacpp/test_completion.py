@@ -159,6 +159,21 @@ def test_logit_bias_takes_tokens_and_texts(server: ServerProcess, bias: Any) -> 
     assert result["generation_settings"]["logit_bias"] == [{"token": token, "bias": None}]
 
 
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions"])
+@pytest.mark.parametrize("bias", [{"9" * 5000: 1}, {"0" * 5000: 1}, {"5": 10**400}])
+def test_huge_numbers_in_logit_bias_are_refused(server: ServerProcess, path: str, bias: Any) -> None:
+    response = server.post(path, {"model": "tiny", "prompt": "abc", "logit_bias": bias})
+    assert response.status_code == 400
+    assert "`logit_bias" in response.text
+
+
+def test_a_negative_temperature_selects_the_most_likely_token(server: ServerProcess) -> None:
+    likely = {"logit_bias": [[vocabulary.get_byte_token(ord("~")), 23.9]]}  # as likely as the right letter
+    results = [complete(server, temperature=-1, seed=seed, **likely) for seed in range(4)]
+    assert len({result["content"] for result in results}) == 1
+    assert results[0]["generation_settings"]["temperature"] == 0
+
+
 def test_digits_in_a_pair_of_logit_bias_are_text(server: ServerProcess) -> None:
     five = vocabulary.get_byte_token(ord("5"))
     assert complete(server, logit_bias=[["5", 100]])["content"] == "5555"

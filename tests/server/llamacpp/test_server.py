@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
+from afterglow.errors import InvalidArgument
+from afterglow.server.errors import APIError
+from afterglow.server.llamacpp import slots
 from afterglow.testing import models
 from support.server_process import ServerProcess
 
@@ -207,6 +211,30 @@ def test_an_erased_slot_is_empty(limited: ServerProcess) -> None:
     assert change_slot(limited, "save", 1, filename="b.bin", model="tiny")["error"]["param"] == "id_slot"
 
 
+@pytest.mark.parametrize("action", ["save", "erase"])
+def test_a_slot_that_a_request_begins_to_use_is_busy(action: str, tmp_path: Path) -> None:
+    class BusyModel:
+        """A model whose sequence is idle until something is done with it."""
+
+        def get_cache_contents(self, salt: str) -> Any:
+            return SimpleNamespace(sequences=[SimpleNamespace(number=0, busy=False, tokens=3, first_entries=(1,))])
+
+        def save_sequence(self, path: Path, sequence: int) -> int:
+            raise InvalidArgument("sequence", "0 is in use by a request: wait for its end, or cancel it")
+
+        def clear_cache(self, sequence: int) -> None:
+            self.save_sequence(tmp_path, sequence)
+
+    model: Any = BusyModel()
+    changes: dict[str, Any] = {
+        "save": lambda: slots.save_slot(model, 0, tmp_path / "slot.bin", ""),
+        "erase": lambda: slots.erase_slot(model, 0, ""),
+    }
+    with pytest.raises(APIError, match="slot 0 is processing a request") as busy:
+        slots.report_busy(0, changes[action])
+    assert (busy.value.status, busy.value.code) == (503, "slot_busy")
+
+
 @pytest.mark.parametrize("name", ["../a.bin", "a/b.bin", "/etc/passwd", ".hidden", "a\x1fb", "a.", "..", "é" * 101])
 def test_slot_files_stay_in_their_directory(limited: ServerProcess, name: str) -> None:
     answer = change_slot(limited, "save", 0, filename=name, model="tiny")
@@ -229,6 +257,7 @@ def test_a_damaged_slot_file_is_refused(limited: ServerProcess) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     answer = change_slot(limited, "restore", 0, filename="damaged.bin", model="tiny")
     assert (answer["status"], answer["error"]["param"]) == (400, "filename")
+    assert str(path.parent) not in answer["error"]["message"]  # clients do not learn where files are
 
 
 def test_a_slot_is_not_saved_over_a_directory(limited: ServerProcess) -> None:

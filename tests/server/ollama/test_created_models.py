@@ -21,6 +21,14 @@ def test_a_created_model_is_found_with_and_without_its_default_tag(tmp_path: Pat
     assert again.list_all() == [model]
 
 
+@pytest.mark.parametrize("name", ["pirate:latest", "PIRATE:Latest", "library/Pirate:latest"])
+def test_a_model_is_replaced_by_its_name_in_any_spelling(tmp_path: Path, name: str) -> None:
+    store = CreatedModelStore(tmp_path)
+    store.save(CreatedModel(name="Pirate:latest", source="tiny", system="old"))
+    store.save(CreatedModel(name=name, source="tiny", system="new"))
+    assert [(model.name, model.system) for model in store.list_all()] == [("Pirate:latest", "new")]
+
+
 def test_long_names_are_different_models(tmp_path: Path) -> None:
     store, prefix = CreatedModelStore(tmp_path), f"{'a' * 80}/{'b' * 80}:{'c' * 79}"
     for ending in "xy":

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +393,23 @@ def test_a_longer_context_reloads_the_model(client: ollama.Client) -> None:
 
 
 @pytest.mark.native
+def test_requests_that_need_a_longer_context_at_the_same_time_share_one_reload(
+    client: ollama.Client, machine: ServerProcess
+) -> None:
+    client.generate("tiny", "")
+    longer = list_running(client)["tiny:latest"].context_length or 0
+
+    def ask(context: int | None) -> int | None:
+        options = GREEDY if context is None else {**GREEDY, "num_ctx": context}
+        return client.chat("tiny", MESSAGES, options=options).eval_count
+
+    contexts = [longer + 256, longer + 512, None, longer + 512]
+    with ThreadPoolExecutor(len(contexts)) as pool:
+        assert list(pool.map(ask, contexts)) == [8] * len(contexts)
+    assert list_running(client)["tiny:latest"].context_length >= longer + 512
+
+
+@pytest.mark.native
 def test_images(client: ollama.Client) -> None:
     assert "vision" in (client.show("colors").capabilities or ())
     for letter in "RB":
@@ -439,6 +457,15 @@ def test_created_models_have_settings_of_their_own(client: ollama.Client, machin
     assert machine.post("/api/chat", {"model": "pirate", "messages": MESSAGES, "stream": False}).json()[
         "prompt_eval_cached_count"
     ]
+
+
+@pytest.mark.native
+def test_a_model_with_a_template_that_cannot_be_rendered_is_not_created(client: ollama.Client) -> None:
+    for template in ("{% for message in messages %}", "{{ messages[0].content | nothing }}"):
+        with pytest.raises(ollama.ResponseError, match="`template` cannot be used: ") as raised:
+            client.create("broken", from_="tiny", template=template)
+        assert raised.value.status_code == 400
+    assert "broken:latest" not in {model.model for model in client.list().models}
 
 
 @pytest.mark.native

@@ -124,6 +124,13 @@ def test_fields_are_honoured_or_refused_by_name(server: ServerProcess) -> None:
     assert "did you mean `temperature`?" in error["message"]
 
 
+def test_adapters_in_the_name_of_the_model_are_refused(server: ServerProcess) -> None:
+    for path in (PATH, "/v1/audio/translations"):
+        response = post(server, path, model="notes+style")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
+        assert "a transcription uses the base model" in response.json()["error"]["message"]
+
+
 def test_bad_recordings_and_bodies_are_refused(server: ServerProcess) -> None:
     with server.client() as client:
         with pytest.raises(openai.BadRequestError, match="not a WAV, MP3 or FLAC") as error:

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from afterglow.errors import AfterglowError, Closed
 from afterglow.server.batches.lines import BatchLine, InvalidLine, parse_item, parse_lines
-from afterglow.server.batches.ordering import order_lines, read_line
+from afterglow.server.batches.ordering import find_slot, order_lines, read_line
 from afterglow.server.batches.store import BatchStore, LineResult, StoredBatch
 from afterglow.server.errors import CLIENT_CLOSED_REQUEST, APIError, to_api_error
 from afterglow.server.held_models import hold_models
@@ -194,10 +194,10 @@ class BatchExecution:
 
     def _can_start(self, line: BatchLine, running: list[BatchLine]) -> bool:
         """Whether the model of a line has a sequence that no other request uses."""
-        slot = self._state.models.get_requested_slot(line.model)
-        if running and self._state.models.get_requested_slot(running[0].model) is not slot:
+        slot = find_slot(self._state, line)
+        if running and find_slot(self._state, running[0]) is not slot:
             return False  # the models of a batch are used one after the other
-        if slot.model is None or not slot.is_usable:
+        if slot is None or slot.model is None or not slot.is_usable:
             return not running  # it is loaded for this line
         queue = self._state.get_admission_queue(slot.model)
         others = max(0, queue.in_flight - len(running))

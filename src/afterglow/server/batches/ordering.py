@@ -14,10 +14,11 @@ import numpy as np
 
 from afterglow.api.model import Model
 from afterglow.engine.types.entries import Media
-from afterglow.errors import AfterglowError
+from afterglow.errors import AfterglowError, ModelNotFound
 from afterglow.server.batches.lines import BatchItem, BatchLine, parse_item
 from afterglow.server.errors import APIError
 from afterglow.server.generation_requests import ConversationRequest
+from afterglow.server.models import ModelSlot
 from afterglow.server.openai import chat, completions, responses
 from afterglow.server.openai.response_store import ResponseStore
 from afterglow.server.openai.response_tools import ResponseToolSet
@@ -36,9 +37,28 @@ async def order_lines(state: ServerState, path: Path, lines: Sequence[BatchLine]
     keys: list[tuple[LineKey, int]] = []
     with open(path, "rb") as source:
         async for line, prompt in _render_prompts(state, source, lines, salt):
-            slot = state.models.get_requested_slot(line.model)
-            keys.append(((slot.name, line.url, prompt), line.number))
+            slot = find_slot(state, line)
+            keys.append((("" if slot is None else slot.name, line.url, prompt), line.number))
     return [number for _, number in sorted(keys)]
+
+
+def find_slot(state: ServerState, line: BatchLine) -> ModelSlot | None:
+    """Return the slot of the model of a line; None if it is not served: it was deleted, or no request has named it yet.
+
+    Such a line runs nevertheless, so that its route serves the model or responds with the error.
+    """
+    try:
+        return state.models.get_requested_slot(line.model)
+    except (APIError, ModelNotFound):
+        return None
+
+
+async def find_model(state: ServerState, line: BatchLine) -> Model | None:
+    """Return the model of a line, loaded; None if it is not on this machine any more."""
+    try:
+        return await state.get_model(line.model)
+    except (APIError, ModelNotFound):
+        return None
 
 
 async def _render_prompts(
@@ -46,12 +66,12 @@ async def _render_prompts(
 ) -> AsyncIterator[tuple[BatchLine, bytes]]:
     for start in range(0, len(lines), CHUNK_LINES):
         chunk = lines[start : start + CHUNK_LINES]
-        models = {line.model: await state.get_model(line.model) for line in chunk}
+        models = {line.model: await find_model(state, line) for line in chunk}
 
-        def render(chunk: Sequence[BatchLine] = chunk, models: dict[str | None, Model] = models) -> list[bytes]:
+        def render(chunk: Sequence[BatchLine] = chunk, models: dict[str | None, Model | None] = models) -> list[bytes]:
             items = [parse_item(read_line(source, line)) for line in chunk]
             return [
-                render_prompt(state, models[line.model], line.url, item, salt)
+                b"" if (model := models[line.model]) is None else render_prompt(state, model, line.url, item, salt)
                 for line, item in zip(chunk, items, strict=True)
             ]
 

@@ -27,6 +27,7 @@ from afterglow.server.state import ServerState
 MAX_WINDOW_SECONDS = 30 * 24 * 3600.0
 MAX_LISTED_FILES, MAX_LISTED_BATCHES, DEFAULT_LISTED_BATCHES = 10_000, 100, 20
 FORM_FIELD_PATTERN = re.compile(r"(\w+)\[(\w+)\]")  # `expires_after[seconds]`
+NUMBER_PATTERN = re.compile(r"[0-9]{1,18}")  # Python reads no integers of thousands of digits
 FORM = {  # OpenAPI of the body of an upload
     "required": True,
     "content": {
@@ -142,8 +143,10 @@ def parse_form(items: Sequence[tuple[str, Any]]) -> tuple[UploadFile, FileFields
         if name == "file" and isinstance(value, UploadFile):
             file = value
         elif nested:
-            number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
-            fields.setdefault(nested[1], {})[nested[2]] = number
+            is_number = isinstance(value, str) and NUMBER_PATTERN.fullmatch(value)
+            if not isinstance(fields.setdefault(nested[1], {}), dict):
+                raise invalid_request_error(nested[1], f"`{nested[1]}` is set twice")
+            fields[nested[1]][nested[2]] = int(value) if is_number else value
         else:
             fields[name] = value
     if "purpose" not in fields:

@@ -128,6 +128,6 @@ def build_logit_bias(bias: LogitBias, model: Model) -> dict[str, float]:
     is_object = isinstance(bias, dict)
     for target, value in bias.items() if isinstance(bias, dict) else bias:
         is_token = isinstance(target, int) or (is_object and target.isascii() and target.isdigit())
-        tokens = [int(target)] if is_token else model.tokenize(str(target))
+        tokens = [target] if is_token else model.tokenize(str(target))
         biases |= {str(token): FORBIDDEN_BIAS if value is False else float(value) for token in tokens}
     return biases

@@ -19,7 +19,7 @@ from afterglow.server.schema.base import (
 )
 from afterglow.server.schema.sampling import LoraField, SamplingFields
 
-BiasValue: TypeAlias = float | int | Literal[False]
+BiasValue: TypeAlias = float | Literal[False]
 BiasPair: TypeAlias = Annotated[tuple[int | str, BiasValue], pydantic.Field(strict=False)]  # a list in JSON
 LogitBias: TypeAlias = dict[str, BiasValue] | list[BiasPair]
 FIXED_DRAFTER = "the drafter is chosen when the model is loaded"
@@ -114,6 +114,12 @@ class LlamaGenerationFields(SamplingFields):
     echo: bool | None = supports_only(False, reason="`prompt` of the result has the prompt")
     continue_final_message: bool | None = supports_only(False, reason="use /v1/chat/completions")
     verbose: bool | None = hint("every result has the prompt", False)
+
+    @pydantic.field_validator("temperature", mode="before")
+    @classmethod
+    def _convert_negative_temperature(cls, value: Any) -> Any:
+        """Convert a negative temperature to 0: both select the most likely token in llama.cpp."""
+        return 0.0 if isinstance(value, int | float) and value < 0 else value
 
 
 class LlamaCompletionRequest(LlamaGenerationFields):

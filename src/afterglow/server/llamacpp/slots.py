@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 
 from afterglow.api.model import Model
 from afterglow.engine.host.remote_calls import RunningRequest
-from afterglow.errors import InvalidState
+from afterglow.errors import InvalidArgument, InvalidState
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.llamacpp.errors import not_supported_error
@@ -53,13 +54,14 @@ def build_router(state: ServerState) -> APIRouter:
             message = f"`id_slot` must be from 0 to {model.engine_info.sequences - 1}, not {id_slot}"
             raise invalid_request_error("id_slot", message)
         if action == "erase":
-            return await state.run_engine_call(model.name, lambda: erase_slot(model, id_slot, salt))
+            erase = functools.partial(erase_slot, model, id_slot, salt)
+            return await state.run_engine_call(model.name, lambda: report_busy(id_slot, erase))
         if body is None or body.filename is None:
             message = f"`filename` is missing: {action} needs the name of a file"
             raise invalid_request_error("filename", message, "missing_required_parameter")
         path = directory / check_file_name(body.filename)
-        change: Callable[[Model, int, Path, str], dict[str, Any]] = save_slot if action == "save" else restore_slot
-        return await state.run_engine_call(model.name, lambda: change(model, id_slot, path, salt))
+        change = functools.partial(save_slot if action == "save" else restore_slot, model, id_slot, path, salt)
+        return await state.run_engine_call(model.name, lambda: report_busy(id_slot, change))
 
     return router
 
@@ -124,11 +126,26 @@ def build_task(request: RunningRequest, model: Model) -> dict[str, Any]:
     }
 
 
+def build_busy_error(slot: int) -> APIError:
+    """Return the error of an action on a slot that a request uses."""
+    return APIError(503, f"slot {slot} is processing a request: retry later", code="slot_busy", retry_after=1)
+
+
+def report_busy(slot: int, change: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Change a slot; raise status 503 also if a request began to use it after it was found idle."""
+    try:
+        return change()
+    except InvalidArgument as error:
+        if error.name != "sequence":
+            raise
+        raise build_busy_error(slot) from None
+
+
 def count_own_tokens(model: Model, slot: int, salt: str) -> int:
     """Return the tokens of a sequence, 0 if they are of another tenant; raise status 503 if a request uses it."""
     sequence = next(sequence for sequence in model.get_cache_contents(salt).sequences if sequence.number == slot)
     if sequence.busy:
-        raise APIError(503, f"slot {slot} is processing a request: retry later", code="slot_busy", retry_after=1)
+        raise build_busy_error(slot)
     return sequence.tokens if sequence.first_entries else 0
 
 
@@ -159,7 +176,8 @@ def restore_slot(model: Model, slot: int, path: Path, salt: str) -> dict[str, An
     try:
         tokens = model.load_sequence(path, slot)
     except InvalidState as error:
-        raise invalid_request_error("filename", f"{path.name!r} cannot be restored: {error}") from None
+        reason = str(error).replace(str(path), "the file")  # clients do not learn where files are
+        raise invalid_request_error("filename", f"{path.name!r} cannot be restored: {reason}") from None
     return {
         "id_slot": slot,
         "filename": path.name,

@@ -70,10 +70,15 @@ class CreatedModelStore:
         return [model for model in models if model is not None]
 
     def save(self, model: CreatedModel) -> None:
-        """Write a created model, or replace one of the same name. Raises status 400 if the name is not valid."""
+        """Write a created model, or replace one of the same name in any spelling, which it keeps.
+
+        Raises status 400 if the name is not valid.
+        """
         if not NAME_PATTERN.fullmatch(model.name):
             message = f"the name {model.name[:200]!r} is invalid: letters, digits, `.`, `_`, `-`, one `/` and a tag"
             raise invalid_request_error("model", message)
+        if (existing := self.find(model.name)) is not None:
+            model = model.model_copy(update={"name": existing.name})
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_atomically(self._get_path(model.name), [model.model_dump_json(indent=2).encode()])
 

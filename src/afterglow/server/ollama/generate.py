@@ -35,7 +35,8 @@ def build_router(state: ServerState) -> APIRouter:
     async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
         work = create_response(state, library, body, get_tenant_salt(request))
         images = f"messages[{1 if body.system else 0}].content"
-        fields = {**conversion.FORMAT_FIELDS, images: "images"}
+        tokens = {"prompt": "context"} if body.context else {}  # the only tokens of a body
+        fields = {**conversion.FORMAT_FIELDS, images: "images", **tokens}
         return await state.run_while_connected(request, work, "prompt", other_fields=fields)
 
     return router

@@ -168,17 +168,18 @@ class ModelLibrary:
 
         Called before the request holds the model: a model that is held is not unloaded.
         """
-        model = await asyncio.wrap_future(slot.start_load())
-        if context <= model.context_length:
-            return
-        loaded = f"`options.num_ctx` is {context:,}; {slot.name!r} is loaded with a context of {model.context_length:,}"
-        trained = model.info.trained_context_length
-        if context > trained:
-            raise invalid_request_error("options.num_ctx", f"{loaded} and was trained for {trained:,}")
-        if not self._state.settings.allow_reload:
-            advice = f"start the server with `--context {context}`, or allow clients to change it with `--allow-reload`"
-            raise invalid_request_error("options.num_ctx", f"{loaded}: {advice}")
-        await self._state.run_engine_call(slot.name, lambda: slot.reload(context))
+        while context > (model := await asyncio.wrap_future(slot.start_load())).context_length:
+            length, trained = model.context_length, model.info.trained_context_length
+            loaded = f"`options.num_ctx` is {context:,}; {slot.name!r} is loaded with a context of {length:,}"
+            if context > trained:
+                raise invalid_request_error("options.num_ctx", f"{loaded} and was trained for {trained:,}")
+            if not self._state.settings.allow_reload:
+                advice = (
+                    f"start the server with `--context {context}`, or allow clients to change it with `--allow-reload`"
+                )
+                raise invalid_request_error("options.num_ctx", f"{loaded}: {advice}")
+            if context <= await asyncio.wrap_future(slot.start_reload(context)):
+                return  # another request may have asked for less
 
 
 def find_installed(name: str) -> LibraryModel | None:

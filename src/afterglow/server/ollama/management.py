@@ -15,7 +15,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from afterglow import registry
 from afterglow.api.quantization import choose_quantization
-from afterglow.errors import Cancelled, ModelNotFound
+from afterglow.chat.messages import Message
+from afterglow.chat.template.renderer import ChatTemplate
+from afterglow.errors import Cancelled, InvalidTemplate, ModelNotFound
 from afterglow.registry import CatalogEntry, OllamaDefinition
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.installed import add_tag, list_spellings
@@ -322,17 +324,29 @@ def create_model(library: ModelLibrary, body: OllamaCreateRequest) -> None:
     license_texts = [body.license] if isinstance(body.license, str) else body.license
     parameters = body.parameters.model_dump(exclude_none=True) if body.parameters else {}
     messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
+    template = conversion.check_template(body.template)
+    if template is not None:
+        check_rendering(template)
     library.created_models.save(
         base.model_copy(
             update={
                 "system": body.system if body.system is not None else base.system,
-                "template": conversion.check_template(body.template) or base.template,
+                "template": template or base.template,
                 "parameters": {**base.parameters, **parameters},
                 "messages": messages or base.messages,
                 "license": "\n".join(license_texts) if license_texts else base.license,
             }
         )
     )
+
+
+def check_rendering(template: str) -> None:
+    """Raise status 400 if a chat template cannot render a message. Blocking."""
+    try:
+        with ChatTemplate(template) as chat_template:
+            chat_template.render([Message(role="user", content="Hello")])
+    except InvalidTemplate as error:
+        raise invalid_request_error("template", f"`template` cannot be used: {error}") from None
 
 
 def copy_model(library: ModelLibrary, source: str, destination: str) -> None:

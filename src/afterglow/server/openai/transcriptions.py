@@ -18,6 +18,7 @@ from afterglow.api.transcription import (
     TranscriptionSegment,
     TranscriptionTask,
 )
+from afterglow.server.adapters import refuse_adapters
 from afterglow.server.admission import MediaReservation
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import APIError, invalid_request_error, validation_to_api_error
@@ -99,6 +100,7 @@ async def transcribe(
         raise invalid_request_error(
             "model", f"the model {model.name!r} accepts no audio: {reason}", "unsupported_media"
         )
+    refuse_adapters(state.models, body.model, "a transcription")
     with contextlib.ExitStack() as resources:
         ticket = state.get_admission_queue(model).admit(1)
         resources.callback(ticket.release)

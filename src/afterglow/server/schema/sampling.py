@@ -19,6 +19,7 @@ from afterglow.server.schema.base import StrictModel, same_as
 LLAMA_FIELD_NAMES = {field.name for field in fields(Sampling)}
 WHOLE_CONTEXT = -1  # window of the penalties
 FORBIDDEN_BIAS = -100.0  # forbids the token
+TOKEN_PATTERN = re.compile(r"[0-9]{1,10}")  # Python reads no integers of thousands of digits
 
 
 RepeatPenalty: TypeAlias = Annotated[
@@ -210,7 +211,7 @@ def parse_logit_bias(bias: dict[str, float], vocabulary_size: int) -> dict[int, 
     """Parse biases by token. Rejects tokens that do not exist."""
     biases = {}
     for name, value in bias.items():
-        if not name.isascii() or not name.isdigit() or int(name) >= vocabulary_size:
+        if not TOKEN_PATTERN.fullmatch(name) or int(name) >= vocabulary_size:
             raise invalid_request_error(
                 "logit_bias", f"`logit_bias` keys must be tokens from 0 to {vocabulary_size - 1}, not {name[:40]!r}"
             )
