@@ -107,3 +107,10 @@ def test_a_missing_or_empty_input_changes_nothing(tmp_path: Path):
     result = run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert (result.returncode, "has no lines" in result.stderr) == (1, True)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_standard_output_is_refused_because_a_batch_could_not_continue(tmp_path: Path):
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(encode_lines([build_line("only")]))
+    result = run_batch(source, "-")
+    assert (result.returncode, "`OUT.jsonl` must be a file" in result.stderr) == (1, True), result.stderr

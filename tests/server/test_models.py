@@ -26,6 +26,7 @@ from afterglow.engine.host import remote_calls
 from afterglow.engine.types.counters import StoreReport
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import Closed, EngineError, InvalidArgument, ModelNotFound, OutOfMemory
+from afterglow.server import held_models
 from afterglow.server import models as served_models
 from afterglow.server.app import build_application
 from afterglow.server.errors import APIError
@@ -373,7 +374,7 @@ def test_a_client_that_leaves_while_its_load_fails_does_not_count_as_a_request()
         raise EngineError("it cannot be read")
 
     async def leave(slot: Any) -> None:
-        request = asyncio.ensure_future(served_models.get_held_model(slot))
+        request = asyncio.ensure_future(held_models.get_held_model(slot))
         await asyncio.sleep(0)
         may_fail.set()
         assert wait_until(30, lambda: not slot.is_loading)  # the event loop has not seen the error yet

@@ -44,6 +44,8 @@ def batch(
     An interrupted batch continues when the same command runs again: finished lines are in OUT.jsonl.partial. Results
     have the order of the input. Exit status 1: some lines failed; OUT.jsonl has their errors.
     """
+    if str(output_path) == "-":
+        raise InvalidArgument("OUT.jsonl", "must be a file: an interrupted batch continues what is beside it")
     settings = load_command_settings(command)
     console = Console(stderr=True, highlight=False)
     partial = output_path.with_name(f"{output_path.name}.partial")

@@ -80,8 +80,8 @@ def test_adapters_of_the_request_are_options_like_others() -> None:
         assert options.model_dump(exclude_none=True) == {"lora": [{"name": "style", "scale": 0.5}]}
 
 
-@pytest.mark.parametrize(("given", "tokens"), [(None, None), (-1, None), (-2, None), (0, 0), (7, 7)])
-def test_num_predict_is_the_limit_unless_it_is_negative(given: int | None, tokens: int | None) -> None:
+@pytest.mark.parametrize(("given", "tokens"), [(None, None), (-1, None), (-2, None), (0, None), (7, 7)])
+def test_num_predict_is_the_limit_if_it_is_positive(given: int | None, tokens: int | None) -> None:
     assert conversion.get_max_tokens(OllamaOptions.model_validate({"num_predict": given})) == tokens
 
 

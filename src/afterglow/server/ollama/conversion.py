@@ -181,12 +181,12 @@ def build_generation_fields(
 
 
 def get_max_tokens(options: OllamaOptions) -> int | None:
-    """Return the maximum number of generated tokens; None for Ollama's -1 and -2.
+    """Return the maximum number of generated tokens; None for Ollama's 0, -1 and -2.
 
-    >>> get_max_tokens(OllamaOptions(num_predict=-1)), get_max_tokens(OllamaOptions(num_predict=5))
+    >>> get_max_tokens(OllamaOptions(num_predict=0)), get_max_tokens(OllamaOptions(num_predict=5))
     (None, 5)
     """
-    return None if options.num_predict is None or options.num_predict < 0 else options.num_predict
+    return None if options.num_predict is None or options.num_predict <= 0 else options.num_predict
 
 
 def get_overflow(body: OllamaGenerationBody, options: OllamaOptions) -> TruncationPolicy:

@@ -66,7 +66,7 @@ class OllamaOptions(SamplingFields):
     """Options of a request or of a created model: Ollama's, and all other sampling fields of this server."""
 
     num_predict: int | None = pydantic.Field(
-        None, ge=-2, le=2**31 - 1, description="Maximum generated tokens; -1 and -2: until the context is full."
+        None, ge=-2, le=2**31 - 1, description="Maximum generated tokens; 0, -1 and -2: until the context is full."
     )
     num_ctx: int | None = pydantic.Field(
         None,
