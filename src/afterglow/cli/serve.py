@@ -363,7 +363,7 @@ def print_storage_notice(console: Console, settings: Settings) -> None:
 def print_plans(console: Console, models: ModelRegistry) -> None:
     """Print what was chosen for each model: a table on a terminal, otherwise one line."""
     for name, slot in models.slots.items():
-        if (plan := slot.plan) is None:
+        if (plan := slot.served.plan) is None:
             continue
         if console.is_terminal:
             console.print(f"[bold]{name}[/]", build_fit_table(plan), sep="\n")

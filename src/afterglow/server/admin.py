@@ -114,7 +114,7 @@ def build_model_card(slot: ModelSlot) -> ModelCard:
         status=ModelStatus(value=LOAD_STATUSES.get(slot.state, "loaded")),
         meta=None if model is None else build_model_meta(model),
         bytes=dict(slot.nbytes) if slot.has_room else {},
-        pinned=slot.pinned,
+        pinned=slot.served.pinned,
         active_requests=slot.active_requests,
         last_used=None if model is None else to_unix_time(slot.last_used),
         expires_at=None if (expires_at := slot.expires_at) is None else to_unix_time(expires_at),
@@ -126,7 +126,7 @@ def build_model_card(slot: ModelSlot) -> ModelCard:
 def build_model_cards(slot: ModelSlot) -> list[ModelCard]:
     """Build the model object of a slot, and one for each of its adapters under the name that selects it."""
     card = build_model_card(slot)
-    names = [f"{slot.name}+{adapter}" for adapter in slot.adapters]
+    names = [f"{slot.name}+{adapter}" for adapter in slot.served.adapters]
     return [card, *(card.model_copy(update={"id": name, "parent": slot.name}) for name in names)]
 
 

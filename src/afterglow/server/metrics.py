@@ -64,9 +64,11 @@ class SlotStatus(Protocol):
     """What the metrics read from a model slot."""
 
     name: str
-    nbytes: Mapping[str, int]
     counters: SlotCounters
     has_room: bool
+
+    @property
+    def nbytes(self) -> Mapping[str, int]: ...
 
 
 class Metrics:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -65,16 +65,9 @@ class ModelSlot:
 
     def __init__(self, name: str, served: ServedModel, registry: ModelRegistry) -> None:
         self.name = name
-        self.nbytes = served.nbytes
-        self.pinned = served.pinned
-        self.default_keep_alive = served.keep_alive
-        self.keep_alive = served.keep_alive
-        self.plan = served.plan
-        self.path = served.path
-        self.adapters = served.adapters
+        self.served = served
+        self.keep_alive = served.keep_alive  # or what a request asked for
         self.default_lora: tuple[tuple[str, float], ...] = ()  # adapters of requests that name none
-        self.installed = served.installed
-        self.definition = served.definition
         self.request_defaults = build_request_defaults(served.definition)
         self.created = int(time.time())
         self.last_used = time.monotonic()  # end of the last request, or the load
@@ -86,8 +79,6 @@ class ModelSlot:
         self.is_leaving = False  # it is being unloaded, or will be when its requests have ended
         self._registry = registry
         self._changed = registry.changed
-        self._open_model = served.open_model
-        self._with_context = served.with_context
         self._waiters: list[Future[Model]] = []  # requests that wait for the model
         self._loading: Future[Model] | None = None  # the load that runs, or the last one that failed
         self._unloading: Future[None] | None = None  # the unload that runs
@@ -121,6 +112,11 @@ class ModelSlot:
         return "loading" if is_loading else "warm"
 
     @property
+    def nbytes(self) -> ByteMap:
+        """Estimated bytes by device."""
+        return self.served.nbytes
+
+    @property
     def is_usable(self) -> bool:
         """Whether requests can be sent to the engine now. An engine that restarts accepts them, too."""
         return self.model is not None and self.model.has_engine and not self.model.needs_restart and not self.is_leaving
@@ -128,7 +124,7 @@ class ModelSlot:
     @property
     def expires_at(self) -> float | None:
         """When the model is unloaded unless it is used, by the monotonic clock; None: it does not expire now."""
-        if self.pinned or self.keep_alive == math.inf or self.active_requests or not self.is_usable:
+        if self.served.pinned or self.keep_alive == math.inf or self.active_requests or not self.is_usable:
             return None
         return self.last_used + self.keep_alive
 
@@ -267,7 +263,7 @@ class ModelSlot:
         if model is not None:
             model.activate()  # the vocabulary stays open: other threads may be using it
         else:
-            model = self._open_model()
+            model = self.served.open_model()
         try:
             if model.can_generate:
                 prepare(model)
@@ -306,7 +302,7 @@ class ModelSlot:
 
     def unload(self, timeout: float = UNLOAD_TIMEOUT_SECONDS) -> None:
         """Unload the model. Blocking. Raises status 409 if it is pinned or still busy after `timeout` seconds."""
-        if self.pinned:
+        if self.served.pinned:
             raise APIError(409, f"{self.name!r} is pinned and never unloaded", param="model", code="model_pinned")
         future = self.start_unload()
         with self._changed:
@@ -339,12 +335,13 @@ class ModelSlot:
 
     def _reload(self, future: Future[int], context: int) -> None:
         try:
-            if self._with_context is None:
+            if self.served.with_context is None:
                 raise invalid_request_error("context", f"{self.name!r} may not be loaded with another context length")
-            served = self._with_context(context)
-            previous = ServedModel(self._open_model, self.nbytes, plan=self.plan)
+            previous, reloaded = self.served, self.served.with_context(context)
             with self._changed:
-                self._replacement = served
+                self._replacement = replace(
+                    previous, open_model=reloaded.open_model, nbytes=reloaded.nbytes, plan=reloaded.plan
+                )
             try:
                 self.unload()
                 with self._changed:
@@ -369,7 +366,7 @@ class ModelSlot:
             self.load()
         except BaseException:
             with self._changed:
-                self._open_model, self.nbytes, self.plan = previous.open_model, previous.nbytes, previous.plan
+                self.served = previous
                 self._retry_time = 0.0
             raise
 
@@ -377,8 +374,7 @@ class ModelSlot:
         """Let the next load have another context length if a reload asks for it; return the model to close."""
         if self._replacement is None:
             return None
-        served, self._replacement = self._replacement, None
-        self._open_model, self.nbytes, self.plan = served.open_model, served.nbytes, served.plan
+        self.served, self._replacement = self._replacement, None
         old, self.model = self.model, None
         return old
 
@@ -395,7 +391,7 @@ class ModelSlot:
             future.set_exception(error)
         with self._changed:
             if model is not None:
-                self.has_room, self.keep_alive = model.has_engine, self.default_keep_alive
+                self.has_room, self.keep_alive = model.has_engine, self.served.keep_alive
                 self.counters.unloads += 1
                 self.counters.unload_seconds += time.monotonic() - started
                 if not model.has_engine:
@@ -488,7 +484,7 @@ class ModelRegistry(Closeable):
         self._timer: threading.Thread | None = None
         self._closed = False
         for name, served in models.items():
-            pinned = [_describe(slot) for slot in self.slots.values() if slot.pinned and slot.name != name]
+            pinned = [_describe(slot) for slot in self.slots.values() if slot.served.pinned and slot.name != name]
             check_fits(name, served.nbytes, pinned, self.limits)
         self._aliases = [(pattern.strip(), name.strip()) for pattern, _, name in (a.partition("=") for a in aliases)]
         for pattern, name in self._aliases:
@@ -525,7 +521,7 @@ class ModelRegistry(Closeable):
             return name, ""
         base, plus, suffix = name.partition("+")
         only = self._get_only_slot()
-        has_adapters = only is not None and bool(only.adapters)
+        has_adapters = only is not None and bool(only.served.adapters)
         return (base, plus + suffix) if self._find_named_slot(base) or has_adapters else (name, "")
 
     def get_requested_slot(self, name: str | None) -> ModelSlot:
@@ -555,7 +551,7 @@ class ModelRegistry(Closeable):
 
     def _get_only_slot(self) -> ModelSlot | None:
         """Return the served model if there is one. Models that clients have named before do not count."""
-        named = [slot for slot in self.slots.values() if slot.installed is None]
+        named = [slot for slot in self.slots.values() if slot.served.installed is None]
         return named[0] if len(named) == 1 else None
 
     def _find_named_slot(self, name: str) -> ModelSlot | None:
@@ -598,7 +594,9 @@ class ModelRegistry(Closeable):
         """List the models on this machine that are served as soon as a client names them. Blocking."""
         if self._build_installed is None:
             return []
-        paths = {slot.path for slot in self.slots.values() if slot.installed is None}  # a file may have several names
+        paths = {
+            slot.served.path for slot in self.slots.values() if slot.served.installed is None
+        }  # a file may have several names
         others = [model for model in list_installed_models() if model.path not in paths]
         return [model for model in others if get_client_name(model.name) not in self.slots]
 
@@ -610,7 +608,7 @@ class ModelRegistry(Closeable):
         name = get_client_name(model.name)
         with self.changed:
             if name not in self.slots:
-                pinned = [_describe(slot) for slot in self.slots.values() if slot.pinned]
+                pinned = [_describe(slot) for slot in self.slots.values() if slot.served.pinned]
                 check_fits(name, served.nbytes, pinned, self.limits)
                 self.slots = {**self.slots, name: ModelSlot(name, served, self)}  # others may iterate
             return self.slots[name]
@@ -623,7 +621,7 @@ class ModelRegistry(Closeable):
 
     def load_first(self) -> list[str]:
         """Load the pinned models and as many of the others as fit, concurrently; return their names."""
-        pinned = [name for name, slot in self.slots.items() if slot.pinned]
+        pinned = [name for name, slot in self.slots.items() if slot.served.pinned]
         names = choose_first_models({name: slot.nbytes for name, slot in self.slots.items()}, pinned, self.limits)
         for future in [self.slots[name].start_load() for name in names]:
             future.result()
@@ -666,7 +664,7 @@ class ModelRegistry(Closeable):
         """Unload all idle models that are not pinned, after a load that failed for lack of memory; return if any."""
         with self.changed:
             others = [other for other in self.slots.values() if other is not slot and other.is_usable]
-            idle = [other for other in others if not (other.pinned or other.active_requests)]
+            idle = [other for other in others if not (other.served.pinned or other.active_requests)]
             unloads = [other.start_unload() for other in idle]
         for unload in unloads:
             unload.result()
@@ -706,7 +704,7 @@ def _describe(slot: ModelSlot) -> ResidentModel:
         nbytes=slot.nbytes,
         last_used=slot.last_used,
         restore_seconds=slot.restore_seconds,
-        pinned=slot.pinned,
+        pinned=slot.served.pinned,
         is_busy=slot.active_requests > 0 or slot.is_loading,
         is_leaving=slot.is_leaving,
     )

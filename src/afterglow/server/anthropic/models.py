@@ -64,7 +64,7 @@ def build_router(state: ServerState) -> APIRouter:
 def build_model_infos(slot: ModelSlot) -> list[dict[str, Any]]:
     """Build Anthropic's model object of a slot, and one for each of its adapters under the name that selects it."""
     info = build_model_info(slot)
-    names = [f"{slot.name}+{adapter}" for adapter in slot.adapters]
+    names = [f"{slot.name}+{adapter}" for adapter in slot.served.adapters]
     return [info, *({**info, "id": name, "display_name": name} for name in names)]
 
 

@@ -62,7 +62,7 @@ def build_properties(state: ServerState, slot: ModelSlot) -> dict[str, Any]:
     settings, model = state.settings, slot.model
     properties: dict[str, Any] = {
         "model_alias": slot.name,
-        "model_path": "" if slot.path is None else str(slot.path),
+        "model_path": "" if slot.served.path is None else str(slot.served.path),
         "endpoint_slots": settings.slots,
         "endpoint_props": False,
         "endpoint_metrics": settings.metrics,

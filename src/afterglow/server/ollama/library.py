@@ -43,7 +43,7 @@ class LibraryModel:
     def read_definition(self) -> OllamaDefinition | None:
         """Read what Ollama stores with a model of its own; None for other models. Blocking."""
         if self.slot is not None:
-            return self.slot.definition
+            return self.slot.served.definition
         return None if self.installed is None else registry.read_ollama_definition(self.installed.name)
 
     def describe(self) -> FileDetails | None:
@@ -118,8 +118,8 @@ class ModelLibrary:
             source = self._find_slot(created.source) or find_installed(created.source)
             if source is not None:
                 models.setdefault(created.name, replace(source, name=created.name, created=created))
-        named = (slot for slot in self._state.models.slots.values() if slot.installed is None)
-        paths = {slot.path for slot in named}  # a file in Ollama's store may have several names
+        named = (slot for slot in self._state.models.slots.values() if slot.served.installed is None)
+        paths = {slot.served.path for slot in named}  # a file in Ollama's store may have several names
         for local in list_installed_models():
             if local.path not in paths:
                 installed = describe_installed(local)
@@ -190,7 +190,7 @@ def find_installed(name: str) -> LibraryModel | None:
 
 def describe_slot(slot: ModelSlot) -> LibraryModel:
     """Describe a served model."""
-    return LibraryModel(add_tag(get_client_name(slot.name)), slot.path, slot, slot.installed)
+    return LibraryModel(add_tag(get_client_name(slot.name)), slot.served.path, slot, slot.served.installed)
 
 
 def describe_installed(local: LocalModel) -> LibraryModel:
