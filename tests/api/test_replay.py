@@ -33,6 +33,17 @@ def test_the_next_turn_computes_only_the_new_tokens(model: Model) -> None:
         messages += [{"role": "assistant", "content": response.text}, QUESTION]
 
 
+def test_an_answer_that_ends_inside_a_character_is_not_computed_again(model: Model) -> None:
+    stars = {"type": "regex", "pattern": "🌟{8}"}  # each has four tokens
+    first = model.chat([QUESTION], max_tokens=6, response_format=stars)
+    assert (first.text, first.finish_reason) == ("🌟�", "length")
+    messages = [QUESTION, {"role": "assistant", "content": first.text}, QUESTION]
+    usage = model.chat(messages, max_tokens=1).usage
+    assert usage.replay_misses == ()
+    assert usage.replayed_tokens == 6
+    assert usage.cached_tokens >= first.usage.prompt_tokens + 5
+
+
 TURNS = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {% if KEPT and message.reasoning_content %}<think>

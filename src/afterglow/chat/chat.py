@@ -317,10 +317,7 @@ class Chat(Closeable):
         hidden = self._vocabulary.control_tokens - self._visible_control_tokens
         if not sampled or not is_complete or isinstance(finish.stop_reason, bytes) or not hidden.isdisjoint(sampled):
             return
-        try:
-            text = b"".join(map(self.piece, sampled)).decode()
-        except UnicodeDecodeError:  # ends inside a character
-            return
+        text = b"".join(map(self.piece, sampled)).decode("utf-8", "replace")  # it may end inside a character
         self._replay_store.add(
             GeneratedMessage(
                 place,
