@@ -531,6 +531,16 @@ def test_the_disk_cache_gives_prefix_hits_after_a_restart(name, tmp_path, monkey
         assert model.complete(prompt, max_tokens=5).usage.cached_tokens == 0
 
 
+@pytest.mark.parametrize("host", ["thread", "process"])
+@pytest.mark.parametrize("disk_cache", [True, False])
+def test_a_model_works_without_a_cache_directory(host, disk_cache, tmp_path, monkeypatch):
+    path = models.get_path("attention")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path / "file" / "cache"))  # cannot be created
+    with afterglow.load(path, context=512, host=host, disk_cache=disk_cache) as model:
+        assert model.chat("one two three", max_tokens=2).usage.generated_tokens == 2
+
+
 def test_a_pinned_prompt_is_not_evicted_until_it_is_unpinned():
     """There is one sequence and RAM for about three prompts; every other prompt would be evicted."""
     prompts = [[1 + (7 * number + n * (number + 1)) % 200 for n in range(100)] for number in range(12)]
