@@ -48,6 +48,21 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
     "bytes to stream": (lambda model: model.stream(b"abc"), "`prompt` must be text"),
     "bytes to embed": (lambda model: model.embed(b"abc"), "`text` must be text or a list of tokens, not bytes"),
     "bytes to score": (lambda model: model.logprobs(b"abc"), "`text` must be text"),
+    "a token that does not exist to score": (
+        lambda model: model.score([1, 10**9]),
+        r"`tokens` must be from 0 to \d+, not 1000000000",
+    ),
+    "a negative token to score": (lambda model: model.score([1, -5]), r"`tokens` must be from 0 to \d+, not -5"),
+    "text to score as tokens": (lambda model: model.score("abc"), "`tokens` must be a flat list of integers"),
+    "fractions to score": (lambda model: model.score([1.5, 2.5]), "`tokens` must be a flat list of integers"),
+    "text as the first token to score": (
+        lambda model: model.score([1, 2], first="1"),
+        "`first` must be an integer, not '1'",
+    ),
+    "a negative number of alternatives": (
+        lambda model: model.score([1, 2], -1),
+        "`alternatives` must be from 0 to 1000, not -1",
+    ),
     "bytes to tokenize": (lambda model: model.tokenize(b"abc"), "`text` must be text, not bytes"),
     "text as a temperature": (
         lambda model: model.complete("abc", temperature="0.5"),

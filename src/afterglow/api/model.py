@@ -126,6 +126,7 @@ GREEDY = Sampling(temperature=0)
 DRAW_OPTIONS: tuple[Literal["temperature", "top_k", "top_p", "min_p"], ...] = ("temperature", "top_k", "top_p", "min_p")
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt | FittedPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
+MAX_ALTERNATIVES = 1000  # of a scored token, as for `logprobs` of a request
 MAX_REQUEST_TEMPLATES = 4  # whose renderers stay open
 RANK_POOLING = "4"  # pooling type of rerankers in the metadata of a model
 CAPABILITIES = frozenset(
@@ -981,12 +982,15 @@ class Model(Closeable):
         >>> [round(logprob, 1) for logprob, _ in model.score(model.tokenize("One, two, three"))]
         [-2.4, -7.6, -3.3, -1.4]
         """
-        self._check_length(tokens, self.context_length)
+        entries = self.vocabulary.check_tokens(tokens).tolist()
+        check_integer("first", first, 0)
+        check_integer("alternatives", alternatives, 0, MAX_ALTERNATIVES)
+        self._check_length(entries, self.context_length)
         adapters = {adapter.name: adapter for adapter in self.adapters}
         requested = self._resolve_lora(lora)
-        active, _ = resolve_adapters(requested, adapters, np.asarray(tokens, dtype=np.int64))
+        active, _ = resolve_adapters(requested, adapters, np.asarray(entries, dtype=np.int64))
         score = functools.partial(
-            score_text, tokens=tokens, first=first, alternatives=alternatives, adapters=active, salt=salt
+            score_text, tokens=entries, first=first, alternatives=alternatives, adapters=active, salt=salt
         )
         host = self._get_host().select()
         with self._scoring_lock:
