@@ -170,8 +170,9 @@ def test_an_embedding_model_has_statistics_and_a_cache() -> None:
     with load("thread", "embedding") as model:
         assert model.get_stats().counters["decodes"] == 0
         assert all(not sequence.tokens for sequence in model.get_cache_contents().sequences)
+        model.clear_cache()
         with pytest.raises(InvalidArgument, match="only computes embeddings"):
-            model.clear_cache()
+            model.clear_cache(0)
 
 
 def test_an_unknown_host_is_an_error() -> None:

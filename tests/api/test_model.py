@@ -141,6 +141,7 @@ def test_embeddings_are_normalized_and_depend_on_the_text(name, list_own_handles
         cat = model.embed("the cat sat")
         assert cat.shape == (model.info.embedding_length,)
         assert np.linalg.norm(cat) == pytest.approx(1.0, abs=1e-4)
+        model.clear_cache()
         assert np.array_equal(model.embed(model.tokenize("the cat sat", bos=True)), cat)
         assert not np.allclose(model.embed("a heron on the river"), cat, atol=1e-3)
         with pytest.raises(InvalidArgument, match="text"):

@@ -24,6 +24,7 @@ from afterglow.api.adapters import LoraInput, resolve_lora
 from afterglow.api.embeddings import (
     Embeddings,
     LongTextPolicy,
+    VectorCache,
     check_dimensions,
     embed_tokens,
     find_common_prefix,
@@ -200,6 +201,7 @@ class Model(Closeable):
         self._media_measurer = MediaMeasurer(lambda measure: lifecycle.get_host().call(measure))
         self._scoring_lock = threading.Lock()  # there is one scoring context
         self._snapshots: dict[str, SavedSequence] = {}
+        self._vectors = VectorCache()  # of texts that were embedded or ranked
         self._chat_slot = ChatSlot()
         self._finalizer = weakref.finalize(self, release_in_background, lifecycle, self._chat_slot)
         self._finalizer.atexit = False  # the hosts close themselves at exit
@@ -837,7 +839,8 @@ class Model(Closeable):
     def clear_cache(self, sequence: int | None = None) -> None:
         """Clear one idle sequence, or the prefix cache in all tiers with pinned prefixes and the files of this model.
 
-        Sequences in use are not cleared. Pins stay: a pinned prefix is pinned again when it is computed again.
+        Sequences in use are not cleared. Pins stay: a pinned prefix is pinned again when it is computed again. The
+        vectors of embedded texts are removed, too.
 
         >>> completion = model.complete("The rain in Spain", max_tokens=1)
         >>> model.clear_cache()
@@ -847,8 +850,11 @@ class Model(Closeable):
         if sequence is not None:
             self._get_host().call_on_sequence(snapshots.clear, sequence)
             return
-        self._get_host().call_each(snapshots.clear)
-        self._get_chat().forget_answers()
+        host = self._lifecycle.get_host()
+        self._vectors.clear()
+        if self.can_generate:
+            host.call_each(snapshots.clear)
+            self._get_chat().forget_answers()
 
     def get_cache_contents(self, salt: str = "") -> CacheContents:
         """Return the sequences, checkpoints and tiers of the prefix cache. Entries with another salt are left out.
@@ -1080,6 +1086,7 @@ class Model(Closeable):
             [self._tokenize_prompt(text, "text").tolist() for text in texts],
             limit=self.max_embedding_tokens,
             control_tokens=frozenset(self.vocabulary.control_tokens),
+            cache=self._vectors,
             long_text=long_text,
             dimensions=dimensions,
             salt=salt,
@@ -1149,7 +1156,7 @@ class Model(Closeable):
             for prompt in prompts:
                 self._check_length(prompt, self.max_embedding_tokens)
             host = self._lifecycle.get_host().select()
-            outputs, computed = pool_all(host, "rank", prompts, salt=salt, cancel=cancel)
+            outputs, computed = pool_all(host, "rank", prompts, cache=self._vectors, salt=salt, cancel=cancel)
             scores = [to_score(output, self.info.architecture) for output in outputs]
         else:
             scores, computed = self._score_answers(prompts, salt, cancel)
@@ -1412,6 +1419,7 @@ class Model(Closeable):
         """WARM or ACTIVE → COLD: release everything. `activate` loads the model again."""
         self._lifecycle.require("unload", LoadState.WARM, LoadState.ACTIVE)
         self._chat_slot.close()
+        self._vectors.clear()
         self._lifecycle.unload()
 
     def close(self) -> None:
