@@ -202,3 +202,26 @@ def test_a_summary_can_be_cancelled_and_a_prompt_without_messages_cannot_be_summ
             model.chat([*history, ("user", "x" * 300)], overflow="compact", max_tokens=8, cancel=cancel)
         with pytest.raises(InvalidArgument, match="messages"):
             model.complete("x" * 3000, overflow="compact")
+
+
+def test_a_conversation_without_messages_is_saved_and_loaded(tmp_path: Path) -> None:
+    chat = Conversation(ToolCallingModel())  # type: ignore[arg-type]
+    chat.save(tmp_path / "chat.json")
+    other = Conversation(ToolCallingModel(), messages=[("user", "Hi")])  # type: ignore[arg-type]
+    other.load(tmp_path / "chat.json")
+    assert other.messages == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda chat: chat.edit(0, 5), "`text` must be text, not int"),
+        (lambda chat: chat.edit("0", "x"), "`index` must be an integer, not '0'"),
+        (lambda chat: chat.rewind(0.5), "`count` must be an integer, not 0.5"),
+    ],
+)
+def test_a_wrong_argument_of_a_change_is_named(change: Callable[[Conversation], None], message: str) -> None:
+    chat = Conversation(ToolCallingModel(), messages=[("user", "Hi")])  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=message):
+        change(chat)
+    assert [said.content for said in chat.messages] == ["Hi"]

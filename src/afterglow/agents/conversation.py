@@ -27,6 +27,7 @@ from afterglow.chat.output.parts import OutputPart
 from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.tools.tool import ToolLike, parse_tools
 from afterglow.errors import InvalidArgument, UnsupportedOperation
+from afterglow.llama.checks import check_integer
 
 MAX_TOOL_ROUNDS = 8  # rounds of tool calls before the model must answer in text
 
@@ -157,7 +158,7 @@ class Conversation:
         >>> chat.messages[-1].content
         'Hello!'
         """
-        if not -len(self.messages) <= count <= len(self.messages):
+        if not -len(self.messages) <= check_integer("count", count) <= len(self.messages):
             raise InvalidArgument("count", f"must be within the {len(self.messages)} messages, not {count}")
         self.messages = self.messages[:count]
 
@@ -169,7 +170,8 @@ class Conversation:
         >>> [message.content for message in chat.messages]
         ['Good morning']
         """
-        if not 0 <= index < len(self.messages):
+        check_text(text, "text")
+        if not 0 <= check_integer("index", index) < len(self.messages):
             raise InvalidArgument("index", f"must be from 0 to {len(self.messages) - 1}, not {index}")
         message = self.messages[index]
         attachments = tuple(
@@ -202,7 +204,7 @@ class Conversation:
             values = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
             raise InvalidArgument("path", f"is not a saved conversation: {error}") from None
-        self.messages = parse_messages(values)
+        self.messages = [] if values == [] else parse_messages(values)
 
     def __repr__(self) -> str:
         return f"<Conversation of {len(self.messages)} messages with {self.model!r}>"
