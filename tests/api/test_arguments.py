@@ -33,6 +33,7 @@ def model() -> Iterator[Any]:
     [
         ([PATH], {"threads": 0}, "`threads` must be greater than or equal to 1, not 0"),
         ([PATH], {"threads": "2"}, "`threads` must be a valid integer, not '2'"),
+        ([PATH], {"chat_template": "template.jinja"}, "`chat_template` has no variable.*pass a `Path` to read a file"),
         ([None], {}, "`model` must be a name or a path, not None"),
         ([b"smollm2"], {}, "`model` must be a name or a path, not b'smollm2'"),
     ],
