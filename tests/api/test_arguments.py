@@ -99,6 +99,14 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+@pytest.mark.parametrize("number", [99, -1])
+def test_a_snapshot_is_not_restored_into_a_sequence_that_does_not_exist(model: Any, number: int) -> None:
+    model.complete("abc", max_tokens=1)
+    model.snapshot("abc")
+    with pytest.raises(InvalidArgument, match=f"`sequence` must be from 0 to 3, not {number}"):
+        model.restore("abc", number)
+
+
 @pytest.mark.parametrize(("call", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_a_wrong_argument_is_named(model: Any, call: Callable[[Any], object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
