@@ -62,6 +62,12 @@ def embed(connection: http.client.HTTPConnection, texts: list[str]) -> tuple[NDA
     return np.stack(vectors), response["usage"]
 
 
+def clear(connection: http.client.HTTPConnection) -> None:
+    """Clear the vectors, so that the same texts are computed again."""
+    connection.request("POST", "/cache/clear", "{}", {"Content-Type": "application/json"})
+    connection.getresponse().read()
+
+
 def get_model_path(name: str) -> Path:
     """Return the file of a model."""
     return registry.pull("smollm2") if name == "smollm2" else models.get_path(name)
@@ -121,6 +127,7 @@ def measure(name: str, count: int, prefix: str, threads: int, gpu_layers: int) -
                 started = time.perf_counter()
                 single = np.concatenate([embed(connection, [text])[0] for text in part])
                 single_seconds += time.perf_counter() - started
+                clear(connection)
                 started = time.perf_counter()
                 batch, usage = embed(connection, part)
                 batch_seconds += time.perf_counter() - started

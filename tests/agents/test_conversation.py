@@ -23,8 +23,11 @@ from afterglow.testing.script import script_answers
 class ToolCallingModel:
     """A model that calls a tool whenever tool calls are allowed."""
 
+    def __init__(self, tool: str = "look") -> None:
+        self._tool = tool
+
     def chat(self, messages: Any, *, tools: Any, stream: bool = False, **options: Any) -> Any:
-        calls = () if options.get("tool_choice") == "none" else (ToolCall(id="1", name="look", arguments="{}"),)
+        calls = () if options.get("tool_choice") == "none" else (ToolCall(id="1", name=self._tool, arguments="{}"),)
         text = "" if calls else "There it is."
         finish_reason = "tool_calls" if calls else "stop"
         usage = Usage(prompt_tokens=1, generated_tokens=1)
@@ -76,6 +79,29 @@ def test_the_model_must_answer_after_the_last_tool_round(ask: Callable[[Conversa
     assert chat.messages[-1].content == "There it is."
     assert chat.last_response is not None
     assert chat.last_response.finish_reason == "stop"
+
+
+def test_tools_run_beside_the_event_loop_of_ask_async() -> None:
+    answered = threading.Event()
+
+    async def look() -> str:
+        """Look around."""
+        await asyncio.sleep(0)
+        return "a cat"
+
+    def wait() -> str:
+        """Wait for another task of the event loop."""
+        return "in time" if answered.wait(5) else "blocked"
+
+    async def ask(tool: Callable[[], object]) -> list[str]:
+        chat = Conversation(ToolCallingModel(tool.__name__), tools=[tool])  # type: ignore[arg-type]
+        asyncio.get_running_loop().call_later(0.01, answered.set)
+        await asyncio.wait_for(chat.ask_async("Where?"), 30)
+        return [message.content for message in chat.messages if message.role == "tool"]
+
+    assert asyncio.run(ask(look)) == ["a cat"] * MAX_TOOL_ROUNDS
+    answered.clear()
+    assert asyncio.run(ask(wait)) == ["in time"] * MAX_TOOL_ROUNDS
 
 
 @pytest.mark.native
@@ -176,3 +202,26 @@ def test_a_summary_can_be_cancelled_and_a_prompt_without_messages_cannot_be_summ
             model.chat([*history, ("user", "x" * 300)], overflow="compact", max_tokens=8, cancel=cancel)
         with pytest.raises(InvalidArgument, match="messages"):
             model.complete("x" * 3000, overflow="compact")
+
+
+def test_a_conversation_without_messages_is_saved_and_loaded(tmp_path: Path) -> None:
+    chat = Conversation(ToolCallingModel())  # type: ignore[arg-type]
+    chat.save(tmp_path / "chat.json")
+    other = Conversation(ToolCallingModel(), messages=[("user", "Hi")])  # type: ignore[arg-type]
+    other.load(tmp_path / "chat.json")
+    assert other.messages == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda chat: chat.edit(0, 5), "`text` must be text, not int"),
+        (lambda chat: chat.edit("0", "x"), "`index` must be an integer, not '0'"),
+        (lambda chat: chat.rewind(0.5), "`count` must be an integer, not 0.5"),
+    ],
+)
+def test_a_wrong_argument_of_a_change_is_named(change: Callable[[Conversation], None], message: str) -> None:
+    chat = Conversation(ToolCallingModel(), messages=[("user", "Hi")])  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=message):
+        change(chat)
+    assert [said.content for said in chat.messages] == ["Hi"]

@@ -33,6 +33,7 @@ def model() -> Iterator[Any]:
     [
         ([PATH], {"threads": 0}, "`threads` must be greater than or equal to 1, not 0"),
         ([PATH], {"threads": "2"}, "`threads` must be a valid integer, not '2'"),
+        ([PATH], {"chat_template": "template.jinja"}, "`chat_template` has no variable.*pass a `Path` to read a file"),
         ([None], {}, "`model` must be a name or a path, not None"),
         ([b"smollm2"], {}, "`model` must be a name or a path, not b'smollm2'"),
     ],
@@ -48,6 +49,21 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
     "bytes to stream": (lambda model: model.stream(b"abc"), "`prompt` must be text"),
     "bytes to embed": (lambda model: model.embed(b"abc"), "`text` must be text or a list of tokens, not bytes"),
     "bytes to score": (lambda model: model.logprobs(b"abc"), "`text` must be text"),
+    "a token that does not exist to score": (
+        lambda model: model.score([1, 10**9]),
+        r"`tokens` must be from 0 to \d+, not 1000000000",
+    ),
+    "a negative token to score": (lambda model: model.score([1, -5]), r"`tokens` must be from 0 to \d+, not -5"),
+    "text to score as tokens": (lambda model: model.score("abc"), "`tokens` must be a flat list of integers"),
+    "fractions to score": (lambda model: model.score([1.5, 2.5]), "`tokens` must be a flat list of integers"),
+    "text as the first token to score": (
+        lambda model: model.score([1, 2], first="1"),
+        "`first` must be an integer, not '1'",
+    ),
+    "a negative number of alternatives": (
+        lambda model: model.score([1, 2], -1),
+        "`alternatives` must be from 0 to 1000, not -1",
+    ),
     "bytes to tokenize": (lambda model: model.tokenize(b"abc"), "`text` must be text, not bytes"),
     "text as a temperature": (
         lambda model: model.complete("abc", temperature="0.5"),
@@ -81,6 +97,14 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
         "`system` must be text, not bytes",
     ),
 }
+
+
+@pytest.mark.parametrize("number", [99, -1])
+def test_a_snapshot_is_not_restored_into_a_sequence_that_does_not_exist(model: Any, number: int) -> None:
+    model.complete("abc", max_tokens=1)
+    model.snapshot("abc")
+    with pytest.raises(InvalidArgument, match=f"`sequence` must be from 0 to 3, not {number}"):
+        model.restore("abc", number)
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG_CALLS.values(), ids=WRONG_CALLS)

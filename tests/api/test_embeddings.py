@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 import afterglow
-from afterglow.api.embeddings import find_common_prefix, split_windows, supports_shorter_vectors
+from afterglow.api.embeddings import (
+    VectorCache,
+    VectorKey,
+    find_common_prefix,
+    split_windows,
+    supports_shorter_vectors,
+)
 from afterglow.engine.pooling import CPU_ROWS
 from afterglow.errors import Cancelled, InvalidArgument, PromptTooLong, UnsupportedOption
 from afterglow.testing import models
@@ -37,6 +43,7 @@ def test_a_thousand_texts_take_few_decodes_and_have_the_vectors_of_single_texts(
         counters = model.get_stats().counters
         assert counters["pooled_texts"] == 1000
         assert counters["pooled_decodes"] <= 1.25 * result.computed_tokens / CPU_ROWS + 2
+        model.clear_cache()
         for number in range(0, 1000, 97):
             assert result.vectors[number] @ model.embed(texts[number]) >= 0.9999
         assert np.allclose(np.linalg.norm(result.vectors, axis=1), 1, atol=1e-4)
@@ -54,7 +61,31 @@ def test_equal_texts_and_a_shared_instruction_are_computed_once() -> None:
         assert result.computed_tokens == shared + sum(len(text) - shared for text in tokens)
         assert sum(result.token_counts) == 2 * sum(map(len, tokens))
         assert np.array_equal(result.vectors[:50], result.vectors[50:])
+        model.clear_cache()
         assert min(model.embed(text) @ vector for text, vector in zip(texts[:5], result.vectors, strict=False)) > 0.9999
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", ["embedding", "attention", "recurrent"])
+def test_a_text_that_was_embedded_before_is_not_computed_again(name: str) -> None:
+    with load(name) as model:
+        first = model.embed_texts(["the cat", "the dog"])
+        again = model.embed_texts(["the dog", "the cat"])
+        assert np.array_equal(again.vectors, first.vectors[::-1])
+        assert again.computed_tokens == 0
+        assert model.embed_texts(["the dog", "a river"]).computed_tokens == len(model.tokenize("a river", bos=True))
+        assert model.embed_texts(["the dog"], salt="another tenant").computed_tokens > 0
+        model.clear_cache()
+        assert model.embed_texts(["the dog"]).computed_tokens > 0
+
+
+def test_cached_vectors_take_no_more_than_their_budget() -> None:
+    keys: list[VectorKey] = [("embedding", "", bytes([number])) for number in range(10)]
+    cache = VectorCache(max_bytes=4 * 1024)  # three vectors
+    for key in keys:
+        cache.add(key, np.full(256, key[2][0], np.float32))
+        assert cache.find(keys[:1])[0] is not None  # it is used
+    assert [vector is not None for vector in cache.find(keys)] == [number in (0, 8, 9) for number in range(10)]
 
 
 @pytest.mark.native
@@ -63,6 +94,7 @@ def test_a_list_of_texts_gives_a_matrix_on_both_hosts() -> None:
         with load("embedding", host=host) as model:
             matrix = model.embed(["the cat", "the dog", "a river"])
             assert matrix.shape == (3, 64)
+            model.clear_cache()
             assert np.allclose(model.embed([model.tokenize("the cat", bos=True)]), matrix[:1], atol=1e-3)
             assert model.embed("the cat").shape == (64,)
             with pytest.raises(InvalidArgument, match="texts"):
@@ -99,6 +131,7 @@ def test_a_long_text_is_the_mean_of_its_windows_if_asked() -> None:
         windows = split_windows(tokens, limit, model.vocabulary.control_tokens)
         assert result.windows == (len(windows), 1)
         assert len(windows) > 2
+        model.clear_cache()
         mean = np.array([len(window) for window in windows], np.float32) @ model.embed(windows)
         assert result.vectors[0] @ (mean / np.linalg.norm(mean)) > 0.9999
         with pytest.raises(InvalidArgument, match="long_text"):

@@ -170,8 +170,34 @@ def test_an_embedding_model_has_statistics_and_a_cache() -> None:
     with load("thread", "embedding") as model:
         assert model.get_stats().counters["decodes"] == 0
         assert all(not sequence.tokens for sequence in model.get_cache_contents().sequences)
+        model.clear_cache()
         with pytest.raises(InvalidArgument, match="only computes embeddings"):
-            model.clear_cache()
+            model.clear_cache(0)
+
+
+@pytest.mark.parametrize("host", ["thread", "process"])
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda model: model.chat(PROMPT, stream=True, ignore_eos=True),
+        lambda model: model.stream(PROMPT, ignore_eos=True),
+        lambda model: model.stream_async(PROMPT, ignore_eos=True),
+    ],
+    ids=["chat", "stream", "stream_async"],
+)
+def test_a_stream_that_is_dropped_before_it_is_read_ends_its_request(
+    host: str, start: Callable[[afterglow.Model], object]
+) -> None:
+    with load(host, context=100_000) as model:
+
+        def is_busy() -> bool:
+            return any(sequence.busy for sequence in model.get_cache_contents().sequences)
+
+        stream = start(model)
+        assert wait_until(30, is_busy)
+        del stream
+        assert wait_until(30, lambda: not is_busy())
+        assert max(sequence.tokens for sequence in model.get_cache_contents().sequences) < 90_000
 
 
 def test_an_unknown_host_is_an_error() -> None:

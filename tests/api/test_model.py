@@ -141,6 +141,7 @@ def test_embeddings_are_normalized_and_depend_on_the_text(name, list_own_handles
         cat = model.embed("the cat sat")
         assert cat.shape == (model.info.embedding_length,)
         assert np.linalg.norm(cat) == pytest.approx(1.0, abs=1e-4)
+        model.clear_cache()
         assert np.array_equal(model.embed(model.tokenize("the cat sat", bos=True)), cat)
         assert not np.allclose(model.embed("a heron on the river"), cat, atol=1e-3)
         with pytest.raises(InvalidArgument, match="text"):
@@ -529,6 +530,16 @@ def test_the_disk_cache_gives_prefix_hits_after_a_restart(name, tmp_path, monkey
     assert other_tenant.usage.cached_tokens == 0
     with afterglow.load(models.get_path(name), context=512, disk_cache=False) as model:
         assert model.complete(prompt, max_tokens=5).usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("host", ["thread", "process"])
+@pytest.mark.parametrize("disk_cache", [True, False])
+def test_a_model_works_without_a_cache_directory(host, disk_cache, tmp_path, monkeypatch):
+    path = models.get_path("attention")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("AFTERGLOW_CACHE", str(tmp_path / "file" / "cache"))  # cannot be created
+    with afterglow.load(path, context=512, host=host, disk_cache=disk_cache) as model:
+        assert model.chat("one two three", max_tokens=2).usage.generated_tokens == 2
 
 
 def test_a_pinned_prompt_is_not_evicted_until_it_is_unpinned():

@@ -33,6 +33,41 @@ def test_the_next_turn_computes_only_the_new_tokens(model: Model) -> None:
         messages += [{"role": "assistant", "content": response.text}, QUESTION]
 
 
+def test_an_answer_that_ends_inside_a_character_is_not_computed_again(model: Model) -> None:
+    stars = {"type": "regex", "pattern": "🌟{8}"}  # each has four tokens
+    first = model.chat([QUESTION], max_tokens=6, response_format=stars)
+    assert (first.text, first.finish_reason) == ("🌟�", "length")
+    messages = [QUESTION, {"role": "assistant", "content": first.text}, QUESTION]
+    usage = model.chat(messages, max_tokens=1).usage
+    assert usage.replay_misses == ()
+    assert usage.replayed_tokens == 6
+    assert usage.cached_tokens >= first.usage.prompt_tokens + 5
+
+
+def test_an_answer_before_a_stop_text_is_replayed(model: Model) -> None:
+    letters = {"type": "regex", "pattern": "[a-z ]{100}END[a-z]{3}"}
+    messages, prompt = [QUESTION], 0
+    for turn in range(3):
+        response = model.chat(messages, temperature=1.0, seed=turn, response_format=letters, stop=["END"])
+        assert (len(response.text), response.stop_reason) == (100, "END")
+        assert response.usage.replay_misses == ()
+        if turn and model.info.memory_kind in ("attention", "window"):  # others cannot remove the stop text
+            new = response.usage.prompt_tokens - response.usage.cached_tokens
+            assert new < prompt + len("<|im_end|>\n")  # of the end, the question and the start of the answer
+        prompt = prompt or response.usage.prompt_tokens
+        messages += [{"role": "assistant", "content": response.text}, QUESTION]
+
+
+def test_an_answer_that_a_stop_text_ends_inside_a_token_is_replayed(model: Model) -> None:
+    """What is before the stop text is tokenized again."""
+    assert len(model.tokenize(" the")) == 1
+    response = model.chat([QUESTION], response_format={"type": "choice", "choices": ["so the"]}, stop=["he"])
+    assert response.text == "so t"
+    messages = [QUESTION, {"role": "assistant", "content": response.text}, QUESTION]
+    usage = model.chat(messages, max_tokens=1).usage
+    assert (usage.replayed_tokens, usage.replay_misses) == (len(model.tokenize("so t")), ())
+
+
 TURNS = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {% if KEPT and message.reasoning_content %}<think>

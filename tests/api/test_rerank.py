@@ -81,11 +81,14 @@ def test_a_generative_score_is_the_probability_of_yes_against_no(kind: str) -> N
 def test_documents_of_one_call_have_the_scores_of_single_calls(name: str) -> None:
     with load(name) as model:
         together = get_scores(model.rerank(QUERY, [*DOCUMENTS, DOCUMENTS[0]]))
+        model.clear_cache()
         alone = [model.rerank(QUERY, [document]).results[0].score for document in DOCUMENTS]
         assert together == pytest.approx([*alone, alone[0]], abs=2e-3)
         assert len(set(together)) == len(DOCUMENTS)
         assert all(0 < score < 1 for score in together)
-        best = model.rerank(QUERY, DOCUMENTS, top_n=2).results
+        ranking = model.rerank(QUERY, DOCUMENTS, top_n=2)
+        assert ranking.computed_tokens == 0  # every pair was scored before
+        best = ranking.results
         assert [document.score for document in best] == pytest.approx(sorted(alone, reverse=True)[:2], abs=2e-3)
 
 

@@ -77,6 +77,25 @@ def test_a_damaged_model_file_is_one_line_on_standard_error(tmp_path: Path) -> N
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+def test_a_full_disk_is_one_line_on_standard_error() -> None:
+    command = [*AFTERGLOW, "run", "abc", "--raw", "--model", str(models.get_path("successor-attention"))]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*command, "--max-tokens", "3"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    assert (result.returncode, result.stderr) == (1, "afterglow: [Errno 28] No space left on device\n")
+
+
+def test_characters_that_the_encoding_of_the_output_lacks_are_question_marks() -> None:
+    help_text = run_command("chat", "--help", PYTHONIOENCODING="ascii")
+    assert (help_text.returncode, help_text.stderr) == (0, "")
+    command = ["run", "aé", "--raw", "--model", str(models.get_path("attention")), "--seed", "1"]
+    options = ["--temperature", "1", "--max-tokens", "20"]
+    utf8, ascii_text = (run_command(*command, *options, PYTHONIOENCODING=encoding) for encoding in ("utf-8", "ascii"))
+    assert not utf8.stdout.isascii()
+    assert (ascii_text.returncode, ascii_text.stdout) == (0, utf8.stdout.encode("ascii", "replace").decode())
+
+
 def test_wrong_usage_has_exit_code_two() -> None:
     assert run_in_process("chat", "--max-tokens", "-1").returncode == 2
     assert run_in_process("frobnicate").returncode == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pexpect
@@ -124,6 +125,35 @@ def test_a_missing_prompt_is_an_error_that_says_what_to_do() -> None:
         assert (result.returncode, result.stdout) == (1, "")
         assert "`PROMPT` is missing" in result.stderr
         assert "afterglow chat" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("run", MODEL, "Summarise"),
+        ("chat", MODEL),
+        ("perplexity", "-", "--model", MODEL),
+        ("explain", "-", "--model", MODEL),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "utf-8:surrogateescape"])  # the latter is that of the locale C
+def test_piped_input_must_be_utf8(arguments: tuple[str, ...], encoding: str) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    command = [*AFTERGLOW, *arguments]
+    result = subprocess.run(command, input=b"caf\xe9", capture_output=True, env=environment, timeout=120, check=False)
+    assert (result.returncode, result.stdout) == (1, b"")
+    assert result.stderr.startswith(b"afterglow: `standard input` must be UTF-8 text")
+
+
+def test_a_prompt_must_be_utf8() -> None:
+    result = subprocess.run([*AFTERGLOW, "run", b"caf\xe9"], capture_output=True, timeout=120, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith(b"afterglow: `PROMPT` must be UTF-8 text")
+
+
+def test_a_chat_without_standard_input_has_no_question() -> None:
+    result = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *AFTERGLOW, "chat"], timeout=120, check=False)
+    assert result.returncode == 0
 
 
 def test_a_model_without_a_prompt_starts_a_chat_in_a_terminal() -> None:

@@ -9,17 +9,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn, Unpack
 
-from afterglow.agents.execution import call_tool
+from afterglow.agents.execution import call_tool, call_tool_async
 from afterglow.agents.limits import Limits, Spent
 from afterglow.agents.loop import Execute, Generate, Policy, RunState, ToolResult, decide
 from afterglow.api.model import Model
 from afterglow.api.options import ChatGenerationOptions
 from afterglow.chat.content import AttachmentSource, check_text
-from afterglow.chat.messages import Message, MessageLike, build_user_message, parse_messages, to_openai_message
+from afterglow.chat.messages import (
+    Message,
+    MessageLike,
+    ToolCall,
+    build_user_message,
+    parse_messages,
+    to_openai_message,
+)
 from afterglow.chat.output.parts import OutputPart
 from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.tools.tool import ToolLike, parse_tools
 from afterglow.errors import InvalidArgument, UnsupportedOperation
+from afterglow.llama.checks import check_integer
 
 MAX_TOOL_ROUNDS = 8  # rounds of tool calls before the model must answer in text
 
@@ -90,9 +98,9 @@ class Conversation:
         audio: Sequence[AttachmentSource] = (),
         **options: Unpack[ChatGenerationOptions],
     ) -> ChatResponse:
-        """Asyncio version of `ask`."""
+        """Asyncio version of `ask`. Tools that are coroutines run in this event loop, others in a thread."""
         rounds = ToolRounds(self, [*self.messages, build_user_message(text, images, audio)], options)
-        while (chat_options := rounds.get_next_options()) is not None:
+        while (chat_options := await rounds.get_next_options_async()) is not None:
             rounds.add(await self.model.chat_async(rounds.messages, tools=self.tools, **chat_options))
         return rounds.finish()
 
@@ -150,7 +158,7 @@ class Conversation:
         >>> chat.messages[-1].content
         'Hello!'
         """
-        if not -len(self.messages) <= count <= len(self.messages):
+        if not -len(self.messages) <= check_integer("count", count) <= len(self.messages):
             raise InvalidArgument("count", f"must be within the {len(self.messages)} messages, not {count}")
         self.messages = self.messages[:count]
 
@@ -162,7 +170,8 @@ class Conversation:
         >>> [message.content for message in chat.messages]
         ['Good morning']
         """
-        if not 0 <= index < len(self.messages):
+        check_text(text, "text")
+        if not 0 <= check_integer("index", index) < len(self.messages):
             raise InvalidArgument("index", f"must be from 0 to {len(self.messages) - 1}, not {index}")
         message = self.messages[index]
         attachments = tuple(
@@ -195,7 +204,7 @@ class Conversation:
             values = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
             raise InvalidArgument("path", f"is not a saved conversation: {error}") from None
-        self.messages = parse_messages(values)
+        self.messages = [] if values == [] else parse_messages(values)
 
     def __repr__(self) -> str:
         return f"<Conversation of {len(self.messages)} messages with {self.model!r}>"
@@ -252,17 +261,30 @@ class ToolRounds:
 
     def get_next_options(self) -> ChatGenerationOptions | None:
         """Execute calls until the model must write, and return the options of its message; None at the end."""
-        while self._can_call_tools():
-            match decide(self._state, self._policy):
-                case Generate(stopping):
-                    return {**self._options, "tool_choice": "none"} if stopping else self._options
-                case Execute(verdicts):
-                    for verdict in verdicts:
-                        text = call_tool(self._tools[verdict.call.name], verdict.call)
-                        self._state.add_result(verdict.call.id, ToolResult("ok", text))
-                case _:
-                    return None
-        return None
+        while isinstance(step := self._get_next_step(), list):
+            for call in step:
+                self._state.add_result(call.id, ToolResult("ok", call_tool(self._tools[call.name], call)))
+        return step
+
+    async def get_next_options_async(self) -> ChatGenerationOptions | None:
+        """Asyncio version of `get_next_options`."""
+        while isinstance(step := self._get_next_step(), list):
+            for call in step:
+                text = await call_tool_async(self._tools[call.name], call)
+                self._state.add_result(call.id, ToolResult("ok", text))
+        return step
+
+    def _get_next_step(self) -> list[ToolCall] | ChatGenerationOptions | None:
+        """Return the calls to execute, or the options of the next message; None at the end."""
+        if not self._can_call_tools():
+            return None
+        match decide(self._state, self._policy):
+            case Generate(stopping):
+                return {**self._options, "tool_choice": "none"} if stopping else self._options
+            case Execute(verdicts):
+                return [verdict.call for verdict in verdicts]
+            case _:
+                return None
 
     def add(self, response: ChatResponse) -> None:
         """Add the response to a request."""

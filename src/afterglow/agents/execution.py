@@ -63,13 +63,29 @@ def call_tool(tool: Tool, call: ToolCall) -> str:
         value = tool.call(call.arguments)
         if asyncio.iscoroutine(value):
             value = asyncio.run(value)
-    except InvalidArgument as error:  # the model wrote arguments that the tool does not accept
-        logger.info("the model called the tool %s with invalid arguments: %s", tool.name, error)
-        return clean_text(f"error: {error}", MAX_ERROR_CHARACTERS)
     except Exception as error:
-        logger.exception("the tool %s raised an error, which the model gets as its result", tool.name)
-        return clean_text(f"error: {error}", MAX_ERROR_CHARACTERS)
+        return report_error(tool, error)
     return clean_text(format_value(value), MAX_RESULT_CHARACTERS)
+
+
+async def call_tool_async(tool: Tool, call: ToolCall) -> str:
+    """Like `call_tool`: a coroutine runs in this event loop, any other function in a thread."""
+    try:
+        value = await asyncio.to_thread(tool.call, call.arguments)
+        if asyncio.iscoroutine(value):
+            value = await value
+    except Exception as error:
+        return report_error(tool, error)
+    return clean_text(format_value(value), MAX_RESULT_CHARACTERS)
+
+
+def report_error(tool: Tool, error: Exception) -> str:
+    """Log the error of a call, in its handler, and return the text that the model gets."""
+    if isinstance(error, InvalidArgument):  # the model wrote arguments that the tool does not accept
+        logger.info("the model called the tool %s with invalid arguments: %s", tool.name, error)
+    else:
+        logger.exception("the tool %s raised an error, which the model gets as its result", tool.name)
+    return clean_text(f"error: {error}", MAX_ERROR_CHARACTERS)
 
 
 def describe_failure(error: BaseException) -> str:

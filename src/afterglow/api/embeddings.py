@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
@@ -27,6 +28,9 @@ MATRYOSHKA_NAMES = re.compile(
     re.IGNORECASE,
 )
 MAX_CALL_TEXTS = 256  # sent to the engine at once: a call that has not time for all of them is repeated
+MAX_CACHED_BYTES = 16 * 1024**2  # of the vectors of a model
+CACHED_VECTOR_BYTES = 300  # of a cached vector in RAM, beside its tokens and values
+VectorKey: TypeAlias = tuple[Purpose, str, bytes]  # with the salt and the tokens
 NAME_KEYS = ("general.name", "general.basename", "general.tags")
 
 
@@ -41,7 +45,8 @@ class Embeddings:
     """Vectors of texts, one row each, normalized to length 1.
 
     `token_counts` has the tokens of each text, `windows` the number of windows of each: several if it was too long for
-    the model. `computed_tokens` is less than the sum of the tokens if texts are equal or share a prefix.
+    the model. `computed_tokens` is less than the sum of the tokens if texts are equal, share a prefix, or
+    were computed before.
 
     >>> result = model.embed_texts(["a cat", "a dog"])
     >>> result.vectors.shape == (2, model.info.embedding_length), result.windows
@@ -52,6 +57,45 @@ class Embeddings:
     token_counts: tuple[int, ...]
     windows: tuple[int, ...]
     computed_tokens: int
+
+
+class VectorCache:
+    """Pooled vectors of the texts that were used last. Threads may share it."""
+
+    def __init__(self, max_bytes: int = MAX_CACHED_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._nbytes = 0
+        self._vectors: OrderedDict[VectorKey, NDArray[np.float32]] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()
+
+    def find(self, keys: Sequence[VectorKey]) -> list[NDArray[np.float32] | None]:
+        """Return the vector of each key; None if it is not cached."""
+        with self._lock:
+            for key in keys:
+                if key in self._vectors:
+                    self._vectors.move_to_end(key)
+            return [self._vectors.get(key) for key in keys]
+
+    def add(self, key: VectorKey, vector: NDArray[np.float32]) -> None:
+        """Keep a vector, and remove those that were not used for longest."""
+        with self._lock:
+            if key in self._vectors:
+                return
+            self._vectors[key] = vector
+            self._nbytes += count_bytes(key, vector)
+            while self._nbytes > self._max_bytes:
+                self._nbytes -= count_bytes(*self._vectors.popitem(last=False))
+
+    def clear(self) -> None:
+        """Remove all vectors."""
+        with self._lock:
+            self._vectors.clear()
+            self._nbytes = 0
+
+
+def count_bytes(key: VectorKey, vector: NDArray[np.float32]) -> int:
+    """Return the bytes of a cached vector in RAM."""
+    return CACHED_VECTOR_BYTES + len(key[2]) + vector.nbytes
 
 
 def supports_shorter_vectors(metadata: Mapping[str, str]) -> bool:
@@ -132,14 +176,19 @@ def pool_all(
     purpose: Purpose,
     texts: Sequence[TokenList],
     *,
+    cache: VectorCache,
     salt: str = "",
     cancel: threading.Event | None = None,
 ) -> tuple[list[NDArray[np.float32]], int]:
     """Return the pooled vector of each text, and the number of computed tokens.
 
-    Equal texts are computed once. The engine serves other requests between the calls of the host.
+    Equal texts are computed once, and texts in the cache not at all. The engine serves other requests between the calls
+    of the host.
     """
-    unique = list(dict.fromkeys(tuple(text) for text in texts))
+    keys: list[VectorKey] = [(purpose, salt, np.asarray(text, np.int32).tobytes()) for text in texts]
+    known = {key: vector for key, vector in zip(keys, cache.find(keys), strict=True) if vector is not None}
+    missing = {key: tuple(text) for key, text in zip(keys, texts, strict=True) if key not in known}
+    unique = list(missing.values())
     prefix_length = find_common_prefix(unique)
     prefix = unique[0][:prefix_length] if unique else ()
     suffixes = [text[prefix_length:] for text in unique]
@@ -154,8 +203,10 @@ def pool_all(
         )
         vectors += pooled.vectors
         rows += pooled.rows
-    by_text = dict(zip(unique, vectors, strict=True))
-    return [by_text[tuple(text)] for text in texts], rows
+    for key, vector in zip(missing, vectors, strict=True):
+        cache.add(key, vector)
+        known[key] = vector
+    return [known[key] for key in keys], rows
 
 
 def embed_tokens(
@@ -164,6 +215,7 @@ def embed_tokens(
     *,
     limit: int,
     control_tokens: frozenset[int],
+    cache: VectorCache,
     long_text: LongTextPolicy = "refuse",
     dimensions: int | None = None,
     salt: str = "",
@@ -179,7 +231,7 @@ def embed_tokens(
             raise PromptTooLong(len(text), limit)
     windows = [split_windows(text, limit, control_tokens) for text in texts]
     pieces = [window for text in windows for window in text]
-    pooled, rows = pool_all(host, "embedding", pieces, salt=salt, cancel=cancel)
+    pooled, rows = pool_all(host, "embedding", pieces, cache=cache, salt=salt, cancel=cancel)
     vectors, position = [], 0
     for group in windows:
         own = normalize(np.stack(pooled[position : position + len(group)]))

@@ -193,6 +193,9 @@ def resolve_projector(model: Path, projector: str | os.PathLike[str] | Literal[F
 
 def read_chat_template(template: str | os.PathLike[str] | None) -> str | None:
     """Return a chat template that is given as text or as the path of a file; None without one."""
+    if isinstance(template, str) and "{" not in template:
+        reason = f"has no variable, so that it would be every prompt: pass a `Path` to read a file, not {template!r}"
+        raise InvalidArgument("chat_template", reason)
     if template is None or isinstance(template, str):
         return template
     try:

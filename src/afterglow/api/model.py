@@ -25,6 +25,7 @@ from afterglow.api.chat_cache import ChatCache
 from afterglow.api.embeddings import (
     Embeddings,
     LongTextPolicy,
+    VectorCache,
     check_dimensions,
     embed_tokens,
     find_common_prefix,
@@ -127,6 +128,7 @@ GREEDY = Sampling(temperature=0)
 DRAW_OPTIONS: tuple[Literal["temperature", "top_k", "top_p", "min_p"], ...] = ("temperature", "top_k", "top_p", "min_p")
 PromptInput: TypeAlias = str | Sequence[int] | Sequence[PromptPart] | ChatPrompt | FittedPrompt
 ChatInput: TypeAlias = str | Sequence[MessageLike]
+MAX_ALTERNATIVES = 1000  # of a scored token, as for `logprobs` of a request
 RANK_POOLING = "4"  # pooling type of rerankers in the metadata of a model
 CAPABILITIES = frozenset((
     "audio", "chat_template", "embeddings", "generation", "gpu", "grammar", "hidden_state", "image", "infill",
@@ -187,6 +189,7 @@ class Model(Closeable):
         self._media_measurer = MediaMeasurer(lambda measure: lifecycle.get_host().call(measure))
         self._scoring_lock = threading.Lock()  # there is one scoring context
         self._snapshots: dict[str, SavedSequence] = {}
+        self._vectors = VectorCache()  # of texts that were embedded or ranked
         self._chats = ChatCache()
         self._finalizer = weakref.finalize(self, release_in_background, lifecycle, self._chats)
         self._finalizer.atexit = False  # the hosts close themselves at exit
@@ -824,7 +827,8 @@ class Model(Closeable):
     def clear_cache(self, sequence: int | None = None) -> None:
         """Clear one idle sequence, or the prefix cache in all tiers with pinned prefixes and the files of this model.
 
-        Sequences in use are not cleared. Pins stay: a pinned prefix is pinned again when it is computed again.
+        Sequences in use are not cleared. Pins stay: a pinned prefix is pinned again when it is computed again. The
+        vectors of embedded texts are removed, too.
 
         >>> completion = model.complete("The rain in Spain", max_tokens=1)
         >>> model.clear_cache()
@@ -834,8 +838,11 @@ class Model(Closeable):
         if sequence is not None:
             self._get_host().call_on_sequence(snapshots.clear, sequence)
             return
-        self._get_host().call_each(snapshots.clear)
-        self._get_chat().forget_answers()
+        host = self._lifecycle.get_host()
+        self._vectors.clear()
+        if self.can_generate:
+            host.call_each(snapshots.clear)
+            self._get_chat().forget_answers()
 
     def get_cache_contents(self, salt: str = "") -> CacheContents:
         """Return the sequences, checkpoints and tiers of the prefix cache. Entries with another salt are left out.
@@ -969,12 +976,15 @@ class Model(Closeable):
         >>> [round(logprob, 1) for logprob, _ in model.score(model.tokenize("One, two, three"))]
         [-2.4, -7.6, -3.3, -1.4]
         """
-        self._check_length(tokens, self.context_length)
+        entries = self.vocabulary.check_tokens(tokens).tolist()
+        check_integer("first", first, 0)
+        check_integer("alternatives", alternatives, 0, MAX_ALTERNATIVES)
+        self._check_length(entries, self.context_length)
         adapters = {adapter.name: adapter for adapter in self.adapters}
         requested = self._resolve_lora(lora)
-        active, _ = resolve_adapters(requested, adapters, np.asarray(tokens, dtype=np.int64))
+        active, _ = resolve_adapters(requested, adapters, np.asarray(entries, dtype=np.int64))
         score = functools.partial(
-            score_text, tokens=tokens, first=first, alternatives=alternatives, adapters=active, salt=salt
+            score_text, tokens=entries, first=first, alternatives=alternatives, adapters=active, salt=salt
         )
         host = self._get_host().select()
         with self._scoring_lock:
@@ -1064,6 +1074,7 @@ class Model(Closeable):
             [self._tokenize_prompt(text, "text").tolist() for text in texts],
             limit=self.max_embedding_tokens,
             control_tokens=frozenset(self.vocabulary.control_tokens),
+            cache=self._vectors,
             long_text=long_text,
             dimensions=dimensions,
             salt=salt,
@@ -1133,7 +1144,7 @@ class Model(Closeable):
             for prompt in prompts:
                 self._check_length(prompt, self.max_embedding_tokens)
             host = self._lifecycle.get_host().select()
-            outputs, computed = pool_all(host, "rank", prompts, salt=salt, cancel=cancel)
+            outputs, computed = pool_all(host, "rank", prompts, cache=self._vectors, salt=salt, cancel=cancel)
             scores = [to_score(output, self.info.architecture) for output in outputs]
         else:
             scores, computed = self._score_answers(prompts, salt, cancel)
@@ -1401,6 +1412,7 @@ class Model(Closeable):
         """WARM or ACTIVE → COLD: release everything. `activate` loads the model again."""
         self._lifecycle.require("unload", LoadState.WARM, LoadState.ACTIVE)
         self._chats.close()
+        self._vectors.clear()
         self._lifecycle.unload()
 
     def close(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -311,16 +313,16 @@ class Chat(Closeable):
         assert self._replay_store is not None
         end_tokens = self._vocabulary.eog_tokens | self.stop_tokens
         sampled = tuple(tokens[:-1] if tokens and tokens[-1] in end_tokens else tokens)
+        if isinstance(finish.stop_reason, bytes):
+            sampled = self._cut_stop_text(sampled, finish.stop_reason)
         output = join_parts(parts)
-        # At a limit, an answer may end inside reasoning or a call.
-        is_complete = finish.finish_reason == "stop" or (bool(output.text) and not output.tool_calls)
+        # At a limit or a stop text, an answer may end inside reasoning or a call.
+        has_end = finish.finish_reason == "stop" and not isinstance(finish.stop_reason, bytes)
+        is_complete = has_end or (bool(output.text) and not output.tool_calls)
         hidden = self._vocabulary.control_tokens - self._visible_control_tokens
-        if not sampled or not is_complete or isinstance(finish.stop_reason, bytes) or not hidden.isdisjoint(sampled):
+        if not sampled or not is_complete or not hidden.isdisjoint(sampled):
             return
-        try:
-            text = b"".join(map(self.piece, sampled)).decode()
-        except UnicodeDecodeError:  # ends inside a character
-            return
+        text = b"".join(map(self.piece, sampled)).decode("utf-8", "replace")  # it may end inside a character
         self._replay_store.add(
             GeneratedMessage(
                 place,
@@ -331,6 +333,15 @@ class Chat(Closeable):
                 sampled,
             )
         )
+
+    def _cut_stop_text(self, tokens: Sequence[int], stop: bytes) -> tuple[int, ...]:
+        """Return the tokens of an answer before its stop text, which may begin inside a token."""
+        pieces = list(map(self.piece, tokens))
+        end = b"".join(pieces).find(stop)
+        lengths = list(itertools.accumulate(map(len, pieces)))
+        kept = bisect.bisect_right(lengths, end)
+        rest = b"".join(pieces[kept:])[: end - sum(map(len, pieces[:kept]))] if end >= 0 else b""
+        return (*tokens[:kept], *self._vocabulary.tokenize_continuation(rest.decode("utf-8", "replace")))
 
     def load_media(self, messages: Sequence[MessageLike]) -> list[Message]:
         """Return the messages with their media loaded, as the media policy allows."""

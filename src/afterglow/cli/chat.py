@@ -28,6 +28,7 @@ from afterglow.cli.open_model import open_model
 from afterglow.cli.repl import Repl
 from afterglow.cli.sessions import ID_PATTERN, ConversationStore, SavedConversation
 from afterglow.cli.settings import Settings, load_command_settings
+from afterglow.cli.standard_input import is_terminal, read_standard_input
 from afterglow.errors import InvalidArgument
 from afterglow.paths import get_data_directory
 
@@ -63,7 +64,7 @@ def chat(
     if saved is not None:
         settings = load_command_settings(command)
     console = Console(stderr=not sys.stdout.isatty())
-    question = None if sys.stdin.isatty() else sys.stdin.read().strip()
+    question = None if is_terminal() else read_standard_input().strip()
     permissions = build_permissions(allow or (), deny or ())
     servers = load_mcp_servers(mcp) if mcp else []
     with SyncTools(servers, permissions, terminal, call_seconds=CALL_SECONDS) as toolbox:

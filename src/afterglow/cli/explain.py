@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from afterglow.chat.miss_reasons import explain_miss
 from afterglow.cli import cache, options
 from afterglow.cli.open_model import resolve_or_pull
 from afterglow.cli.settings import load_command_settings
+from afterglow.cli.standard_input import read_standard_input
 from afterglow.engine.inspect import disk
 from afterglow.errors import InvalidArgument
 from afterglow.llama.model import LlamaModel, ModelSettings
@@ -77,7 +77,7 @@ def find_nearest_prefix(directory: Path, path: Path, tokens: list[int]) -> disk.
 def read_prompt(path: Path) -> str | dict[str, Any]:
     """Read a prompt: plain text, or a conversation as a JSON list or an object with `messages`."""
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text()
+        text = read_standard_input() if str(path) == "-" else path.read_text()
     except (OSError, ValueError) as error:
         raise InvalidArgument("prompt_file", f"{path} cannot be read: {error}") from None
     if path.suffix != ".json" and text.lstrip()[:1] not in ("[", "{"):

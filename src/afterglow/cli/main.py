@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
+import io
+import os
 import sys
 
 from afterglow.cli.completion import print_completions
@@ -21,6 +24,7 @@ def main() -> None:
         return print(f"afterglow {__version__}")
     if print_completions():
         return
+    replace_unwritable_characters()
     gc.disable()  # nothing becomes garbage while modules are imported; `load_command` enables it
     try:
         importlib.import_module("afterglow.cli.commands").app()
@@ -32,6 +36,19 @@ def main() -> None:
     except BrokenPipeError:  # the reader closed the pipe, e.g. `head`
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left cannot be written either
+        print(f"afterglow: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def replace_unwritable_characters() -> None:
+    """Print `?` for characters that the encoding of a stream lacks, e.g. an emoji in a terminal with Latin-1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

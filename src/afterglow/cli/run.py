@@ -24,6 +24,7 @@ from afterglow.cli.display import PlainDisplay, format_statistics, show_response
 from afterglow.cli.loop_guard import LoopGuard, exit_on_loop, guard_deltas
 from afterglow.cli.open_model import open_model
 from afterglow.cli.settings import load_command_settings
+from afterglow.cli.standard_input import check_utf8, is_terminal, read_standard_input
 from afterglow.errors import InvalidArgument, ModelNotFound
 
 CHAT_ONLY_PARAMETERS = (
@@ -133,11 +134,8 @@ def is_model(word: str) -> bool:
 
 def read_prompt(prompt: str) -> str | None:
     """Return the prompt after the piped input; `-` is the piped input alone. None without either."""
-    is_piped = sys.stdin is not None and not sys.stdin.isatty()
-    try:
-        piped = sys.stdin.read() if is_piped or prompt == "-" else ""
-    except UnicodeDecodeError as error:
-        raise InvalidArgument("standard input", f"must be UTF-8 text: {error}") from None
+    check_utf8("PROMPT", prompt)
+    piped = read_standard_input() if not is_terminal() or prompt == "-" else ""
     if prompt in ("", "-"):
         return piped if piped.strip() else None
     return f"{piped.rstrip()}\n\n{prompt}" if piped.strip() else prompt
@@ -147,7 +145,7 @@ def start_chat(command: typer.Context, image: list[Path] | None, audio: list[Pat
     """Start a chat, as `ollama run MODEL` does; without a model or a terminal, say that the prompt is missing."""
     reject_flags(command, PROMPT_ONLY_PARAMETERS, "needs a prompt")
     model = command.params["model"]
-    if model is None or sys.stdin is None or not sys.stdin.isatty():
+    if model is None or not is_terminal():
         reason = 'is missing: afterglow run "PROMPT", or pipe it in; `afterglow chat` starts a chat'
         raise InvalidArgument("PROMPT", reason)
     del command.params["stats"]  # the flag of `run`, not the setting of `chat`
@@ -217,7 +215,7 @@ def perplexity(
 ) -> None:
     """Print the perplexity of a text: 1 is certainty, the vocabulary size is chance."""
     try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+        text = read_standard_input() if str(file) == "-" else file.read_text()
     except (OSError, ValueError) as error:
         raise InvalidArgument("file", f"{file} cannot be read: {error}") from None
     with open_model(load_command_settings(command), sequences=1) as loaded:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
@@ -57,7 +58,7 @@ def confirm_memory_kind(context: LlamaContext) -> None:
     if context.batch.capacity < MIN_BATCH_ROWS or context.max_outputs < 2:
         return
     confirmed = get_cache_directory("probed") / f"memory-{compute_probe_key(context)}"
-    if confirmed.exists():
+    if os.path.exists(confirmed):  # False if it cannot be read
         return
     abilities = probe_memory(context)
     required = REQUIRED_ABILITIES[memory.kind] | ({"trim"} if context.max_rollback else set())

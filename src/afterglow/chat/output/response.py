@@ -73,7 +73,7 @@ class Delta:
 class ChatStream:
     """The streamed response to a chat or a prompt. Iterate over its parts with `for` or `async for`.
 
-    Leaving the loop early cancels the request.
+    Leaving the loop early, or dropping the stream, cancels the request.
 
     >>> for part in model.chat("What is 2+2?", stream=True, temperature=0):
     ...     print(part.text, end="|")
@@ -104,6 +104,9 @@ class ChatStream:
         self._tokens: list[Token] = []
         self._parts: list[OutputPart] = []
         self._response: ChatResponse | None = None
+
+    def __del__(self) -> None:
+        self._stream.cancel_unfinished()  # nobody began to read it
 
     def __iter__(self) -> Iterator[OutputPart]:
         for delta in self.deltas():

@@ -119,7 +119,7 @@ class EventStream:
                     continue
                 yield self._record_end(event)
         finally:
-            self._cancel_unfinished()
+            self.cancel_unfinished()
 
     async def __aiter__(self) -> AsyncIterator[EngineEvent]:
         self._event_arrived = arrived = asyncio.Event()
@@ -136,15 +136,16 @@ class EventStream:
                     yield self._record_end(event)
         finally:
             self._event_loop = None
-            self._cancel_unfinished()
+            self.cancel_unfinished()
 
     def _record_end(self, event: EngineEvent) -> EngineEvent:
         if isinstance(event, Finished | Failed):
             self.end_event = event
         return event
 
-    def _cancel_unfinished(self) -> None:
-        if self.end_event is None:  # the reader is gone
+    def cancel_unfinished(self) -> None:
+        """Request cancellation if the end was not read: the reader is gone."""
+        if self.end_event is None:
             self.cancel()
 
 

@@ -43,7 +43,9 @@ def get_idle_slot(engine: Engine, sequence: int) -> Slot:
 
 
 def load(engine: Engine, snapshot: SavedSequence, sequence: int | None = None) -> int:
-    """Load a snapshot into a sequence and return its number. None chooses the least valuable sequence."""
+    """Load a snapshot into an idle sequence and return its number. None chooses the least valuable sequence."""
+    if sequence is not None:
+        get_idle_slot(engine, sequence)
     grid = engine.prefix_cache.grid
     if grid and snapshot.grid != grid:
         saved_with = f"grid {snapshot.grid}" if snapshot.grid else "deterministic mode off"

@@ -5,6 +5,7 @@ A file that passed is recorded by its fingerprint and the library's build, so th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -31,7 +32,7 @@ def ensure_safe(path: Path, companion: Path | None = None) -> None:
     """
     paths = [path, *([companion] if companion else [])]
     files = [*list_split_files(path), *paths[1:]]
-    if _get_marker(files).exists():
+    if os.path.exists(_get_marker(files)):  # False if it cannot be read
         return
     for file in files:
         inspect_file(file)
@@ -41,7 +42,7 @@ def ensure_safe(path: Path, companion: Path | None = None) -> None:
 
 def is_proven(path: Path) -> bool:
     """Return whether a model was loaded before, so that its load needs no trial."""
-    return _get_marker(list_split_files(path)).exists()
+    return os.path.exists(_get_marker(list_split_files(path)))  # False if it cannot be read
 
 
 def check_headers(path: Path) -> None:
@@ -61,8 +62,9 @@ def _get_marker(files: list[Path]) -> Path:
 
 def _record(files: list[Path]) -> None:
     marker = _get_marker(files)
-    marker.parent.mkdir(parents=True, exist_ok=True)
-    marker.touch()
+    with contextlib.suppress(OSError):  # it is tried again next time
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
 
 
 def list_split_files(path: Path) -> list[Path]:
