@@ -176,7 +176,7 @@ def test_the_commands_have_the_same_flags_for_the_model(command: str, monkeypatc
     assert expected.items() <= settings.load_options.items()
     served: list[dict[str, Any]] = []
     monkeypatch.setattr(serve, "load", lambda *_, **options: served.append(options))
-    serve.build_model_registry({"tiny": models.get_path("attention")}, settings).get_slot("tiny")._open_model()
+    serve.build_model_registry({"tiny": models.get_path("attention")}, settings).get_slot("tiny").served.open_model()
     assert expected.items() <= served[0].items()
 
 

@@ -211,7 +211,7 @@ def test_every_setting_is_passed_on(monkeypatch, tmp_path):
     expected |= {"pin_system_prompts": True, "max_token_gap": 0.5, "speculation": 4}
     assert {name: load_options[name] for name in expected} == expected
     monkeypatch.setattr(serve, "load", lambda path, **options: load_options.update(served=options))
-    serve.build_model_registry({"tiny": models.get_path("attention")}, settings).get_slot("tiny")._open_model()
+    serve.build_model_registry({"tiny": models.get_path("attention")}, settings).get_slot("tiny").served.open_model()
     served = load_options["served"]
     assert {name: served[name] for name in expected} == expected
     sampling = {"temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.25, "repeat_penalty": 1.5}

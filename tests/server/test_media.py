@@ -234,7 +234,7 @@ def test_inline_media_count_against_the_budget_before_they_are_loaded(
 def capture_media_policy(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> MediaPolicy:
     captured: list[MediaPolicy] = []
     monkeypatch.setattr(serve, "load", lambda *_, media_policy, **__: captured.append(media_policy))
-    serve.build_model_registry({"tiny": models.get_path("attention")}, settings).get_slot("tiny")._open_model()
+    serve.build_model_registry({"tiny": models.get_path("attention")}, settings).get_slot("tiny").served.open_model()
     return captured[0]
 
 
