@@ -197,19 +197,30 @@ def format_param_path(location: Sequence[str | int], body: Any, *missing: str | 
     'messages[0].content'
     >>> format_param_path(("body", "input", "str"), {"input": None}), format_param_path(("body",), {}, "input")
     ('input', 'input')
+    >>> part = {"type": "image_url", "image_url": {"url": ""}, "id": 5}
+    >>> format_param_path(("body", "content", 0, "image_url", "id"), {"content": [part]})
+    'content[0].id'
     """
-    path, value = "", body
-    for step in location[1:]:
-        is_key = isinstance(step, str) and isinstance(value, Mapping) and step in value
-        if is_key or (isinstance(step, int) and isinstance(value, list) and step < len(value)):
-            path, value = _join_path(path, step), value[step]
-    for step in missing:
-        path = _join_path(path, step)
+    path = ""
+    for step in (*_find_keys(location[1:], body), *missing):
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
     return path
 
 
-def _join_path(path: str, step: str | int) -> str:
-    return path + (f"[{step}]" if isinstance(step, int) else f".{step}" if path else step)
+def _find_keys(steps: Sequence[str | int], value: Any) -> list[str | int]:
+    """Return the steps that lead into a value. The others are type names, which may look like keys of the value.
+
+    A path to the last step is preferred, then the longest one.
+    """
+    if not steps:
+        return []
+    step, *rest = steps
+    skipped = _find_keys(rest, value)
+    is_key = isinstance(step, str) and isinstance(value, Mapping) and step in value
+    if not is_key and not (isinstance(step, int) and isinstance(value, list) and step < len(value)):
+        return skipped
+    taken = [step, *_find_keys(rest, value[step])]
+    return max(taken, skipped, key=lambda keys: (keys[-1:] == [steps[-1]], len(keys)))
 
 
 def install_error_handlers(app: FastAPI, formats: ErrorFormats) -> None:
