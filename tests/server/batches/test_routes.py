@@ -339,3 +339,19 @@ def test_tenants_do_not_see_each_other(tmp_path: Path):
             two.batches.create(
                 input_file_id=batch.input_file_id, endpoint="/v1/chat/completions", completion_window="24h"
             )
+
+
+def test_a_data_directory_that_cannot_be_created_is_an_error_with_its_path(tmp_path: Path):
+    (tmp_path / "file").touch()
+    data = str(tmp_path / "file" / "data")
+    with run_server(f"tiny={models.get_path('attention')}", AFTERGLOW_DATA=data) as server:
+        upload = {"files": {"file": ("in.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+        responses = [
+            server.http.get("/v1/files"),
+            server.http.get("/v1/batches"),
+            server.http.post("/v1/files", **upload),
+        ]
+        assert [response.status_code for response in responses] == [503] * 3
+        for error in (response.json()["error"] for response in responses):
+            assert (error["code"], data in error["message"]) == ("batches_unavailable", True)
+        assert server.chat()["status"] == 200

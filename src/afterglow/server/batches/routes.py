@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 import math
 import re
+import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse
 from starlette.datastructures import UploadFile
 
@@ -63,10 +64,20 @@ def build_router(state: ServerState) -> APIRouter:
         finally:
             await runner.stop()
 
-    router = APIRouter(lifespan=run_batches)
+    router = APIRouter(lifespan=run_batches, dependencies=[Depends(report_store_errors)])
     router.include_router(build_file_router(state, store))
     router.include_router(build_batch_router(state, store, runner))
     return router
+
+
+async def report_store_errors() -> AsyncIterator[None]:
+    """Respond with status 503 if the directory or the database of the batches cannot be used."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        message = f"the files and batches ({get_data_directory('batches')}) cannot be used: {error}"
+        advice = "free some space, or set AFTERGLOW_DATA to a directory that can be written"
+        raise APIError(503, f"{message}; {advice}", error_type="server_error", code="batches_unavailable") from error
 
 
 # --- files
