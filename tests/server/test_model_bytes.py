@@ -110,8 +110,8 @@ def test_the_table_of_a_model_overrides_the_common_settings(tmp_path: Path, monk
     assert options["base"]["ram_cache_bytes"] == plans["base"].options["ram_cache_bytes"] > 0
     registry = build_model_registry(served, settings)
     small, base = registry.get_slot("small"), registry.get_slot("base")
-    assert (small.keep_alive, small.pinned) == (120.0, False)
-    assert (base.keep_alive, base.pinned) == (60.0, True)
+    assert (small.keep_alive, small.served.pinned) == (120.0, False)
+    assert (base.keep_alive, base.served.pinned) == (60.0, True)
     private = load_settings(private=True)
     assert build_load_options(served, private)["small"]["disk_cache"] is False
 
