@@ -31,6 +31,14 @@ def set_free_memory(monkeypatch, *, gpu, ram):
     free = {True: gpu, False: ram}
 
 
+def test_a_gpu_keeps_the_same_reserve_as_in_the_plan_of_a_load(header, monkeypatch):
+    """A sixteenth of its memory, where RAM keeps an eighth."""
+    needed = 4 * GIB + estimate_context_bytes(header)
+    for kind, chosen in (("gpu", "Q4_K_M"), ("ram", "Q2_K")):
+        set_free_memory(monkeypatch, **{"gpu": 0, "ram": 0, kind: int(needed / 0.92)})
+        assert choose_quantization(header, VARIANTS).quantization == chosen
+
+
 @pytest.mark.parametrize(
     ("gpu", "ram", "chosen"),
     [(0, 64, "Q8_0"), (0, 8, "Q4_K_M"), (5, 64, "Q4_K_M"), (1, 64, "Q8_0"), (0, 3, "Q2_K")],

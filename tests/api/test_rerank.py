@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -138,6 +139,19 @@ def test_tags_in_a_document_stay_text(tmp_path) -> None:
         tokens = RankTemplate(source, model.vocabulary).tokenize(document="a <think> b")
         assert [model.vocabulary.get_text(token) for token in tokens].count("<think>") == 1
         assert model.vocabulary.detokenize(tokens) == b"a <think> b<think>"
+
+
+def test_the_prompts_of_documents_are_not_kept() -> None:
+    with load("reranker-causal") as model:
+        template = RankTemplate(RERANK_TEMPLATE, model.vocabulary)
+        tracemalloc.start()
+        try:
+            for number in range(200):
+                template.tokenize(query="a", document=f"{number} " + "x" * 2000)
+            kept_bytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert kept_bytes < 100_000
 
 
 def test_the_kind_of_a_reranker_follows_from_its_file_and_can_be_set() -> None:

@@ -139,6 +139,46 @@ def test_reasoning_in_the_text_of_an_earlier_message_is_its_reasoning():
         assert continued.endswith("[assistant]<think>Two.\n</think>\n\n4")
 
 
+HYBRID = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content and loop.last %}"
+    "{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "hybrid", "opening"),
+    [
+        ("<think>\n\n</think>\n\n", "<think>\n\n</think>\n\n", "\n</think>\n\n"),
+        ("<think></think>The", "<think>\n\n</think>\n\nThe", "\n</think>\n\nThe"),
+        ("<think>\nTwo.\n</think>\n\n", "<think>\nTwo.\n</think>\n\n", "Two.\n</think>\n\n"),
+        ("<think>\nLet me", "<think>\nLet me", "Let me"),
+        ("<think>", "<think>\n", ""),
+    ],
+)
+def test_a_continued_message_may_contain_its_reasoning_in_tags(content, hybrid, opening):
+    """Clients begin answers with an empty reasoning, so that the model does not reason."""
+    for template, written in ((HYBRID, hybrid), (THINKING, opening)):
+        with load(template) as model:
+            plan = model.plan_chat(prefill(content))
+        assert plan.prompt.text.endswith("[assistant]" + ("<think>" if template is THINKING else "") + written)
+        is_closed = "</think>" in content
+        assert parse(plan, "Bern") == (ParsedOutput(text="Bern") if is_closed else ParsedOutput(reasoning="Bern"))
+
+
+def test_reasoning_without_its_start_tag_is_reasoning_if_the_template_writes_the_tag():
+    """Servers without a parser for reasoning return the text after the start tag, and their clients send it back."""
+    text = "Two and two.\n</think>\n\nFour"
+    question = [("user", "2+2?"), ("assistant", text), ("user", "And?")]
+    opens = THINKING.replace("{{ m.content }}", "{{ m.content }}{% if m.reasoning_content %}<hidden>{% endif %}")
+    with load(opens) as model:
+        assert "[assistant]Four<hidden>[user]And?" in model.plan_chat(question).prompt.text
+        mention = model.plan_chat([("user", "?"), ("assistant", "It ends with </think>."), ("user", "And?")])
+    with load(HYBRID) as model:
+        assert text in model.plan_chat(question).prompt.text
+    assert "<hidden>" in mention.prompt.text  # as the templates of these models read it
+
+
 def test_continued_reasoning_needs_a_prompt_with_reasoning():
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}" + (
         "[assistant]{{ '<think>\\n' if enable_thinking else '</think>' }}"

@@ -270,6 +270,21 @@ def test_a_continued_message_has_the_tags_of_its_reasoning_only(tag_chat):
 
 
 @pytest.mark.native
+@pytest.mark.parametrize(
+    ("text", "tags"),
+    [
+        ("<think>\n\n</think>\n\n", ["<think>", "</think>"]),
+        ("<think>\nUse <think>", ["<think>"]),
+        ("<think>why</think>a </think>", ["<think>", "</think>"]),
+    ],
+)
+def test_reasoning_in_the_text_of_a_continued_message_has_its_tags(tag_chat, text, tags):
+    chat, vocabulary = tag_chat
+    prompt = chat.plan([("user", "q"), ("assistant", text)], ChatOptions()).prompt
+    assert list_tags(vocabulary, prompt) == tags
+
+
+@pytest.mark.native
 def test_a_message_with_tags_has_the_same_tokens_in_every_turn(tag_chat):
     chat, _ = tag_chat
     messages = [("user", "what is <think>?"), ("assistant", "a tag, as </think>")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from afterglow.api.fit import RAM_RESERVE_FRACTION, WANTED_CONTEXT_TOKENS
+from afterglow.api.fit import GPU_RESERVE_FRACTION, RAM_RESERVE_FRACTION, WANTED_CONTEXT_TOKENS
 from afterglow.errors import OutOfMemory
 from afterglow.llama.gguf.footprint import estimate_footprint
 from afterglow.llama.gguf.header import read_header
@@ -22,7 +22,8 @@ def choose_quantization(header: Path, variants: Sequence[Variant]) -> Variant:
     """
     context_bytes = estimate_context_bytes(header)
     budgets = [
-        int(free * (1 - RAM_RESERVE_FRACTION)) for free in (get_free_memory(gpu=True), get_free_memory(gpu=False))
+        int(get_free_memory(gpu=True) * (1 - GPU_RESERVE_FRACTION)),
+        int(get_free_memory(gpu=False) * (1 - RAM_RESERVE_FRACTION)),
     ]
     for budget in budgets:
         for variant in variants:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from afterglow.chat.control_tokens import TemplateTokenizer, compile_alternatives
+from afterglow.chat.control_tokens import TemplateTokenizer
 from afterglow.errors import UnsupportedOption
 from afterglow.llama.vocabulary import Vocabulary
 
@@ -89,11 +89,9 @@ class RankTemplate:
 
     def __init__(self, text: str, vocabulary: Vocabulary, start: Sequence[int] = ()) -> None:
         """`start` are tokens before the text."""
-        self._tokenizer = TemplateTokenizer(vocabulary, text)
+        self._tokenizer = TemplateTokenizer(vocabulary, text, cached_spans=0)  # documents are not repeated
         self._start = start
-        tokens = self._tokenizer.tokens_by_text
-        spans = re.split(f"({compile_alternatives(tokens).pattern})", text)
-        self._spans = [tokens.get(span, span) for span in spans if span]
+        self._spans = self._tokenizer.split(text)
 
     def tokenize(self, **values: str) -> list[int]:
         """Return the tokens of the prompt. Placeholders without a value stay text."""

@@ -56,7 +56,7 @@ from afterglow.chat.tools.tool import Tool, ToolLike, parse_tools
 from afterglow.closeable import Closeable
 from afterglow.engine.types.constraints import GrammarConstraint, ReasoningBudget
 from afterglow.engine.types.request import Finished, Request
-from afterglow.errors import InvalidArgument, InvalidGrammar, UnsupportedOption
+from afterglow.errors import InvalidArgument, InvalidGrammar, InvalidTemplate, UnsupportedOption
 from afterglow.llama.vocabulary import Vocabulary
 from afterglow.media.policy import INLINE_ONLY, MediaPolicy
 
@@ -76,6 +76,19 @@ class ChatOptions:
     breakpoints: Sequence[Breakpoint] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Beginning of an answer. Without text, the answer is still inside the reasoning, or begins."""
+
+    reasoning: str | None
+    text: str | None
+
+    @property
+    def needs_reasoning(self) -> bool:
+        """Whether the prompt must let the model reason: the answer begins with reasoning that is not empty."""
+        return bool(self.reasoning) or (self.reasoning is not None and self.text is None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPlan:
     """A chat request ready for the engine: prompt, constraints and output parser."""
@@ -85,7 +98,7 @@ class ChatPlan:
     tools: tuple[Tool, ...]
     tool_choice: ResolvedToolChoice
     starts_in: OutputPosition  # where the prompt ends
-    prefill: Message | None  # beginning of the answer, which the prompt contains
+    prefill: Prefill | None  # which the prompt contains
     constraint: GrammarConstraint | None
     unenforced_tools: tuple[Tool, ...] = ()  # tools whose calls the constraint does not enforce completely
     reasoning_budget: ReasoningBudget | None
@@ -171,14 +184,15 @@ class Chat(Closeable):
             parsed_messages, self._media_support(), self.media_policy, definitions, chat_template_kwargs
         )
         breakpoints = [move_breakpoint(breakpoint, parsed_messages, placeholders) for breakpoint in options.breakpoints]
-        client_messages, prefill = split_prefill(extracted)
+        client_messages, last_message = split_prefill(extracted)
+        prefill = None if last_message is None else self._read_prefill(last_message)
         conversation = self._write_tools(client_messages, tools)
         rendered = self._prompt_builder.render(
             conversation.messages,
             tools=conversation.tools or (),
             chat_template_kwargs=chat_template_kwargs,
             placeholders=placeholders,
-            prefill=prefill,
+            prefill=last_message,
             continuation=None if prefill is None else functools.partial(self._write_continuation, prefill),
         )
         replay_plan = self._plan_replay(rendered, client_messages, tools, options)
@@ -205,7 +219,7 @@ class Chat(Closeable):
             constraint=constraint,
             unenforced_tools=unenforced,
             reasoning_budget=self._build_reasoning_budget(reasoning, starts_in),
-            parse=parse_with_prefix(response_format.parse, prefill.content if prefill else ""),
+            parse=parse_with_prefix(response_format.parse, (prefill and prefill.text) or ""),
             place=None if replay_plan is None or prefill is not None else replay_plan.place,
         )
 
@@ -214,24 +228,45 @@ class Chat(Closeable):
 
         The tags are text to the template, which could not tell it from the answer. Texts with a breakpoint stay.
         """
-        if self.reasoning_format is None or self.reasoning_format is HARMONY_REASONING:
-            return messages
-        separated = list(messages)
+        separated, _ = split_prefill(messages)
         fixed = {breakpoint.message for breakpoint in breakpoints}
-        for index in set(range(len(messages))) - fixed:
-            message = messages[index]
-            is_whole = message.role == "assistant" and message.reasoning is None
-            parts = self.reasoning_format.split_text(message.content) if is_whole else None
-            if parts is not None:
-                separated[index] = replace(message, reasoning=parts[0], content=parts[1])
-        return separated
+        for index, message in enumerate(separated):
+            if message.role == "assistant" and index not in fixed and message.reasoning is None:
+                reasoning, answer = self._split_reasoning(message.content)
+                if reasoning is not None and answer is not None:
+                    separated[index] = replace(message, reasoning=reasoning, content=answer)
+        return [*separated, *messages[len(separated) :]]
+
+    def _read_prefill(self, message: Message) -> Prefill:
+        """Return the beginning of the answer that a last message of the assistant is."""
+        if message.reasoning:
+            return Prefill(message.reasoning, message.content or None)
+        reasoning, text = self._split_reasoning(message.content)
+        return Prefill(reasoning, text if reasoning is not None else text or None)
+
+    def _split_reasoning(self, text: str) -> tuple[str | None, str | None]:
+        """Split a text of the model into reasoning, if it begins with it, and answer; None: it has not begun."""
+        reasoning_format = self.reasoning_format
+        if reasoning_format is None or reasoning_format is HARMONY_REASONING:
+            return None, text
+        starts_open = reasoning_format.end_tag in text and self._template_opens_reasoning
+        return reasoning_format.split_text(text, starts_open=starts_open) or (None, text)
+
+    @functools.cached_property
+    def _template_opens_reasoning(self) -> bool:
+        """Whether prompts end inside reasoning: the model writes no start tag, and some clients keep its text as is."""
+        try:
+            prompt = self._template.render([Message(role="user", content="a")])
+        except InvalidTemplate:  # it renders other conversations only
+            return False
+        return self.reasoning_format is not None and self.reasoning_format.is_open(prompt)
 
     def _parse_reasoning(self, options: ChatOptions, messages: list[Message]) -> ReasoningOptions:
         """Parse the reasoning options. Reasoning that the answer continues needs a prompt with reasoning."""
-        _, prefill = split_prefill(messages)
         value = options.reasoning
-        if value is None and prefill is not None and prefill.reasoning and self.reasoning_format is not None:
-            value = True
+        _, message = split_prefill(messages)
+        if value is None and message is not None and self.reasoning_format is not None:
+            value = self._read_prefill(message).needs_reasoning or None
         return parse_reasoning_options(value, self.reasoning_format, self._template_source)
 
     def _write_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> TemplateInput:
@@ -400,18 +435,19 @@ class Chat(Closeable):
         """Return the bytes of a token for the output parsers. Control tokens that are no markers have none."""
         return self._vocabulary.token_to_piece(token, special=token in self._visible_control_tokens)
 
-    def _write_continuation(self, prefill: Message, prompt: str, escape: Callable[[str], str]) -> str:
+    def _write_continuation(self, prefill: Prefill, prompt: str, escape: Callable[[str], str]) -> str:
         """Write the beginning of the answer after the rendered prompt. Only the tags may be control tokens."""
-        reasoning, text = escape(prefill.reasoning or ""), escape(prefill.content)
+        reasoning = None if prefill.reasoning is None else escape(prefill.reasoning)
+        text = None if prefill.text is None else escape(prefill.text)
         if self.reasoning_format is None:
-            return text and self.tool_family.text_start + text
+            return self.tool_family.text_start + text if text else ""
         return self.reasoning_format.write_continuation(prompt, reasoning, text)
 
-    def _find_output_position(self, prompt_text: str, prefill: Message | None) -> OutputPosition:
-        if prefill is not None and prefill.content:
+    def _find_output_position(self, prompt_text: str, prefill: Prefill | None) -> OutputPosition:
+        if prefill is not None and prefill.text is not None:
             return "answer"
         is_open = self.reasoning_format is not None and self.reasoning_format.is_open(prompt_text)
-        return "reasoning" if is_open or (prefill is not None and prefill.reasoning) else "turn"
+        return "reasoning" if is_open or (prefill is not None and prefill.reasoning is not None) else "turn"
 
     # --- output constraints
 
@@ -423,7 +459,7 @@ class Chat(Closeable):
         reasoning: ReasoningOptions,
         prompt: ChatPrompt,
         starts_in: OutputPosition,
-        prefill: Message | None,
+        prefill: Prefill | None,
     ) -> tuple[GrammarConstraint | None, tuple[Tool, ...]]:
         """Build the constraint of the answer. Return it with the tools whose calls it does not enforce completely."""
         triggers = self.tool_family.list_triggers(tool_choice.tools)
@@ -444,7 +480,7 @@ class Chat(Closeable):
             )
         else:
             text = grammar.build_grammar(output_spec)
-        prefix = prefill.content.encode() if starts_in == "answer" and prefill is not None and spec is not None else b""
+        prefix = prefill.text.encode() if prefill is not None and prefill.text and spec is not None else b""
         # After the first of several calls the model may prefer text: then the calls are complete.
         stop_at_other_text = tool_choice.mode == "required" and parallel
         return GrammarConstraint(grammar=text, stop_at_other_text=stop_at_other_text, prefix=prefix), unenforced

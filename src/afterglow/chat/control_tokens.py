@@ -46,7 +46,7 @@ class TemplateTokenizer:
     text.
     """
 
-    def __init__(self, vocabulary: Vocabulary, template: str) -> None:
+    def __init__(self, vocabulary: Vocabulary, template: str, *, cached_spans: int = MAX_CACHED_SPANS) -> None:
         self.tokens_by_text = find_template_tokens(vocabulary, template)
         self._vocabulary = vocabulary
         self._pattern = compile_alternatives(self.tokens_by_text)
@@ -54,7 +54,12 @@ class TemplateTokenizer:
             self.tokens_by_text.keys() - vocabulary.control_tokens_by_text.keys()
         )
         self._get_strip_flags = functools.cache(vocabulary.get_strip_flags)
-        self.tokenize_client_text = functools.lru_cache(MAX_CACHED_SPANS)(self._tokenize_client_text)
+        self.tokenize_client_text = functools.lru_cache(cached_spans)(self._tokenize_client_text)
+
+    def split(self, text: str) -> list[int | str]:
+        """Return the template tokens in a text, and the text between them."""
+        spans = re.split(f"({self._pattern.pattern})", text)
+        return [self.tokens_by_text.get(span, span) for span in spans if span]
 
     def tokenize(self, text: str, separator: str = "") -> list[int]:
         """Tokenize rendered text that `separator` escapes."""

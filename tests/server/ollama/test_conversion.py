@@ -115,6 +115,9 @@ def test_null_keywords_of_tool_schemas_are_not_set() -> None:
     tool = OllamaTool.model_validate({"type": "function", "function": {"name": "weather", "parameters": parameters}})
     (built,) = conversion.build_tools([tool])
     assert built.parameters == {"type": "object", "properties": {"city": {"type": "string", "default": None}}}
+    named = {"type": "object", "properties": {"default": {"type": "string", "enum": None}, "enum": {"items": None}}}
+    (built,) = conversion.build_tools([OllamaTool.model_validate({"function": {"name": "f", "parameters": named}})])
+    assert built.parameters["properties"] == {"default": {"type": "string"}, "enum": {}}
     nothing = OllamaTool.model_validate(
         {"function": {"name": "f", "parameters": {"type": "object", "properties": None}}}
     )

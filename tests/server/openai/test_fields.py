@@ -213,6 +213,8 @@ def _(generate: Callable[..., str]) -> None:
 @checks_on_all_routes("samplers")
 def _(generate: Callable[..., str]) -> None:
     assert generate(samplers=["top-k", "temp"], top_k=1, **HOT) == CYCLE[:8]
+    for name in ("typical", "typical_p", "typ-p"):
+        assert generate(samplers=[name, "temp"], typical_p=0.5, **HOT) == CYCLE[:8]
     assert generate(min_p=0.1, **HOT) == CYCLE[:8]
     assert generate(samplers="tm", min_p=0.1, **HOT) != CYCLE[:8]  # min-p after the temperature
 

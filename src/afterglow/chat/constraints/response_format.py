@@ -10,13 +10,14 @@ from typing import Any, ForwardRef, Literal, get_args, get_origin
 import pydantic
 
 from afterglow.chat.constraints.grammar import GrammarSpec, build_json_schema_spec, build_response_format_spec
+from afterglow.chat.constraints.json_schema import SCHEMA_MAP_KEYWORDS
+from afterglow.chat.constraints.schema_analysis import IN_PLACE_KEYWORDS
 from afterglow.errors import InvalidArgument
 
 FORMAT_NAMES = ("text", "json_object")  # formats without fields of their own
-# Keywords of JSON schemas whose values are no schemas, schemas by name, and schemas of the same value.
-VALUE_KEYWORDS = ("enum", "const", "default", "examples")
-NAME_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-BRANCH_KEYWORDS = ("allOf", "anyOf", "oneOf")
+# Keywords of JSON schemas whose values are no schemas, and those with schemas by name: a property may be called `enum`.
+VALUE_KEYWORDS = frozenset({"enum", "const", "default", "examples"})
+NAMED_SCHEMA_KEYWORDS = SCHEMA_MAP_KEYWORDS | {"dependentSchemas"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +87,9 @@ def forbid_additional_properties(schema: Any, *, is_shared: bool = False) -> Any
     def close(key: str, value: Any) -> Any:
         if key in VALUE_KEYWORDS:
             return value
-        if key in NAME_KEYWORDS and isinstance(value, dict):  # a property may have the name of a keyword
+        if key in NAMED_SCHEMA_KEYWORDS and isinstance(value, dict):
             return {name: forbid_additional_properties(item) for name, item in value.items()}
-        return forbid_additional_properties(value, is_shared=is_shared and key in BRANCH_KEYWORDS)
+        return forbid_additional_properties(value, is_shared=is_shared and key in IN_PLACE_KEYWORDS)
 
     closed = {key: close(key, value) for key, value in schema.items()}
     types = schema.get("type", "object")

@@ -44,33 +44,45 @@ class ReasoningFormat:
         """Return whether the prompt ends inside reasoning, i.e. the template wrote the start tag."""
         return prompt.rstrip().endswith(self.start_tag)
 
-    def split_text(self, text: str) -> tuple[str, str] | None:
+    def split_text(self, text: str, *, starts_open: bool = False) -> tuple[str, str | None] | None:
         """Split a text that begins with its reasoning into reasoning and answer; None for other texts.
+
+        The answer is None if the reasoning has no end. `starts_open`: the start tag may be missing, as in the text that
+        follows a prompt with it.
 
         >>> THINK.split_text("<think>\\nTwo and two.\\n</think>\\n\\nFour"), THINK.split_text("Tags: <think>…</think>")
         (('Two and two.', 'Four'), None)
+        >>> THINK.split_text("<think>\\nTwo and "), THINK.split_text("Two.</think>Four", starts_open=True)
+        (('Two and ', None), ('Two.', 'Four'))
         """
-        start, _, rest = text.partition(self.start_tag)
+        before, start, rest = text.partition(self.start_tag)
+        if starts_open and self.end_tag in before:
+            rest = text
+        elif not start or before.strip():
+            return None
         reasoning, end, answer = rest.partition(self.end_tag)
-        return (reasoning.strip("\n"), answer.lstrip("\n")) if end and not start.strip() else None
+        reasoning = reasoning.lstrip("\n")
+        return (reasoning.rstrip("\n"), answer.lstrip("\n")) if end else (reasoning, None)
 
-    def write_continuation(self, prompt: str, reasoning: str, text: str) -> str:
-        """Return what follows the prompt of an answer that begins with `reasoning` and `text`. Without text, the
+    def write_continuation(self, prompt: str, reasoning: str | None, text: str | None) -> str:
+        """Return what follows the prompt of an answer that begins with `reasoning` and `text`. Without text (None), the
         answer is still inside the reasoning.
 
-        >>> THINK.write_continuation("assistant: <think>\\n", "", "Yes")
+        >>> THINK.write_continuation("assistant: <think>\\n", None, "Yes")
         '\\n</think>\\n\\nYes'
         """
+        written = ""
         is_open = self.is_open(prompt)
-        if reasoning or is_open:
+        if reasoning == "" and text is not None and prompt.rstrip().endswith(self.end_tag):
+            reasoning = None  # the template wrote the empty reasoning
+        if reasoning is not None or is_open:
             start = "" if is_open else self.start_tag
-            gap = self.start_gap if reasoning and (prompt + start).endswith(self.start_tag) else ""
-            reasoning = f"{start}{gap}{reasoning}"
-            if not text:
-                return reasoning
-            reasoning += self.forced_ending
-        starts_text = (prompt + reasoning).rstrip().endswith(self.text_start)
-        return f"{reasoning}{'' if starts_text else self.text_start}{text}"
+            gap = self.start_gap if reasoning is not None and (prompt + start).endswith(self.start_tag) else ""
+            written = f"{start}{gap}{reasoning or ''}" + ("" if text is None else self.forced_ending)
+        if text is None:
+            return written
+        starts_text = (prompt + written).rstrip().endswith(self.text_start)
+        return f"{written}{'' if starts_text else self.text_start}{text}"
 
 
 def build_tag_format(

@@ -10,7 +10,11 @@ from typing import Any
 
 from afterglow.api.model import Model
 from afterglow.api.options import PromptOptions
-from afterglow.chat.constraints.response_format import forbid_additional_properties
+from afterglow.chat.constraints.response_format import (
+    NAMED_SCHEMA_KEYWORDS,
+    VALUE_KEYWORDS,
+    forbid_additional_properties,
+)
 from afterglow.chat.content import Attachment
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.prompt import TruncationPolicy
@@ -26,7 +30,6 @@ from afterglow.server.state import ServerState
 FORMAT_FIELDS = {"response_format": "format"}  # names in errors
 GO_TEMPLATE_PATTERN = re.compile(r"\{\{-?\s*(?:\.[A-Za-z]|\$\.?|(?:if|range|with|end|else|define|template|block)\b)")
 RANDOM_SEED = -1
-VALUE_KEYWORDS = frozenset({"const", "default", "enum", "examples"})  # of JSON schema; their values are no schemas
 NULLABLE_KEYWORDS = frozenset({"const", "default"})
 NO_DEFAULTS = RequestDefaults()
 
@@ -105,10 +108,16 @@ def drop_null_keywords(schema: Any) -> Any:
         return [drop_null_keywords(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
+
+    def drop(keyword: str, value: Any) -> Any:
+        if keyword in NAMED_SCHEMA_KEYWORDS and isinstance(value, dict):
+            return {name: drop_null_keywords(schema) for name, schema in value.items() if schema is not None}
+        return value if keyword in VALUE_KEYWORDS else drop_null_keywords(value)
+
     return {
-        name: value if name in VALUE_KEYWORDS else drop_null_keywords(value)
-        for name, value in schema.items()
-        if value is not None or name in NULLABLE_KEYWORDS
+        keyword: drop(keyword, value)
+        for keyword, value in schema.items()
+        if value is not None or keyword in NULLABLE_KEYWORDS
     }
 
 

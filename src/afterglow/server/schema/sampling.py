@@ -33,6 +33,8 @@ SAMPLER_ALIASES = {name.replace("_", ""): name for name in SAMPLER_NAMES} | {
     "nucleus": "top_p",
     "temp": "temperature",
     "typ": "typ_p",
+    "typical": "typ_p",
+    "typicalp": "typ_p",
 }
 SAMPLER_LETTERS = dict(zip("edskypmxti", SAMPLER_NAMES, strict=True))
 

@@ -13,7 +13,7 @@ from afterglow.chat.output.parts import join_parts
 from afterglow.chat.tools.detection import TOOL_FAMILIES
 from afterglow.chat.tools.enforcement import CallGrammarBuilder
 from afterglow.chat.tools.tool import Tool
-from afterglow.errors import UnsupportedOption
+from afterglow.errors import InvalidGrammar, UnsupportedOption
 from support.grammar_text import accepts
 from support.tool_writers import KEY, NAME, JsonText, write_call
 
@@ -127,6 +127,13 @@ def test_every_family_accepts_valid_calls_of_a_shape_and_no_others(shape: str, f
             assert read_value(family, tool, text) == value
         for value in invalid:
             assert not accepts(grammar, write(family, shape, value)), value
+
+
+@pytest.mark.parametrize("family", ["qwen-coder", "glm", "gemma", "minimax-m3"])
+def test_a_list_that_cannot_have_its_least_items_is_refused(family: str) -> None:
+    tool = build_tool({"type": "array", "prefixItems": [TEXT], "items": False, "minItems": 2}, strict=True)
+    with pytest.raises((UnsupportedOption, InvalidGrammar)):
+        CallGrammarBuilder(TOOL_FAMILIES[family], quote_literal).build_calls([tool], False)
 
 
 @pytest.mark.parametrize("family", ["qwen-coder", "glm", "gemma", "minimax-m3"])

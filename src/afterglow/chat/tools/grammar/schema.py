@@ -195,6 +195,8 @@ def build_items_rule(
         items = items or [item]
         bounds = f"{max(low - len(items), 0)},{'' if high is None else high - len(items)}"
         rest = f"({between} {item}){{{bounds}}}"
+    elif low > len(items):
+        raise node.build_error("minItems", f"is {low}, but there are at most {len(items)} items")
     for index, item in reversed(list(enumerate(items))):
         rest = f"{between if index else ''} {item} {rest}"
         rest = rest if index < low else f"({rest})?"
