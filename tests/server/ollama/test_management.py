@@ -8,6 +8,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import logging
 import re
 import shutil
 import signal
@@ -29,7 +30,8 @@ from starlette.testclient import TestClient
 from afterglow import registry
 from afterglow.errors import Cancelled, DownloadFailed, InvalidArgument, ModelNotFound
 from afterglow.server.app import build_application
-from afterglow.server.models import ModelRegistry
+from afterglow.server.models import ModelRegistry, ServedModel
+from afterglow.server.ollama.created_models import CreatedModel, CreatedModelStore
 from afterglow.server.ollama.library import ModelLibrary
 from afterglow.server.ollama.management import pull_model
 from afterglow.server.serve import bind_ollama
@@ -707,6 +709,48 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerSta
         monkeypatch.setenv(name, value)
     with ServerState(ModelRegistry({}), ServerSettings()) as state:  # type: ignore[call-arg]
         yield state
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"parameters": {"option_of_a_newer_version": 1}}, "`parameters` has no option 'option_of_a_newer_version'"),
+        ({"messages": [{"role": "poet", "content": "x"}]}, "`messages[0].role`"),
+        ({"template": "{{ .Prompt }}"}, "Go's language"),
+    ],
+)
+def test_a_created_model_that_this_version_cannot_use_does_not_hide_the_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fields: dict[str, Any],
+    reason: str,
+) -> None:
+    for name, value in build_environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    store = CreatedModelStore()
+    store.save(CreatedModel(name="fine:latest", source="tiny"))
+    store.save(CreatedModel(name="newer:latest", source="tiny", **fields))
+
+    def never() -> Any:
+        raise AssertionError
+
+    registry = ModelRegistry({"tiny": ServedModel(never)})
+    with (
+        ServerState(registry, ServerSettings()) as state,  # type: ignore[call-arg]
+        TestClient(build_application(state)[0], "http://localhost") as client,
+        caplog.at_level(logging.WARNING, logger="afterglow.server"),
+    ):
+        for headers in ({}, {"anthropic-version": "2023-06-01"}) * 2:
+            names = [model["id"] for model in client.get("/v1/models", headers=headers).json()["data"]]
+            assert ("fine" in names, "newer" in names) == (True, False)
+        assert caplog.text.count("the created model 'newer:latest' cannot be used") == 1
+        for path, others in {"/v1/chat/completions": {}, "/v1/messages": {"max_tokens": 2}, "/api/chat": {}}.items():
+            response = client.post(path, json={"model": "newer", "messages": MESSAGES, **others})
+            assert (response.status_code, "'newer:latest' cannot be used" in response.text) == (400, True)
+            assert reason in response.text
+        assert client.get("/v1/models/newer").status_code == 400
+        assert client.request("DELETE", "/api/delete", json={"model": "newer"}).status_code == 200
 
 
 def collect_reports(state: ServerState, name: str, count: int | None = None) -> list[dict[str, Any]]:

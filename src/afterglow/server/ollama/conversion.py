@@ -16,7 +16,7 @@ from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.prompt import TruncationPolicy
 from afterglow.chat.tools.tool import Tool, build_tool
 from afterglow.server import limits
-from afterglow.server.errors import invalid_request_error
+from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.installed import DEFAULT_TAG, ModelVariant, RequestDefaults
 from afterglow.server.ollama.created_models import CreatedModel
 from afterglow.server.ollama.schema import OllamaGenerationBody, OllamaMessage, OllamaOptions, OllamaTool
@@ -136,14 +136,23 @@ def build_defaults(created: CreatedModel | None, defaults: RequestDefaults) -> R
 
 
 def build_variant(created: CreatedModel) -> ModelVariant:
-    """Return a created model as the other APIs serve it: its parameters are defaults of their requests."""
+    """Return a created model as the other APIs serve it: its parameters are defaults of their requests.
+
+    Raises status 400 if it cannot be used, such as one of another version of this program.
+    """
+    try:
+        created.check()
+        template = check_template(created.template)
+    except APIError as error:
+        message = f"the created model {created.name!r} cannot be used: {error.message}"
+        raise invalid_request_error("model", message) from None
     options = created.options
     defaults = RequestDefaults(
         system=created.system,
         messages=tuple(build_messages(created.first_messages, "made")),
         stop=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ()),
         max_tokens=get_max_tokens(options),
-        chat_template=check_template(created.template),
+        chat_template=template,
         sampling=list_sampling_values(options),
     )
     name = created.name.removesuffix(DEFAULT_TAG)

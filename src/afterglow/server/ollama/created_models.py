@@ -17,7 +17,7 @@ import pydantic
 
 from afterglow.llama.atomic_write import write_atomically
 from afterglow.paths import get_data_directory
-from afterglow.server.errors import invalid_request_error
+from afterglow.server.errors import invalid_request_error, validation_to_api_error
 from afterglow.server.installed import add_tag, find_name
 from afterglow.server.logs import logger
 from afterglow.server.ollama.schema import OllamaMessage, OllamaOptions
@@ -49,6 +49,21 @@ class CreatedModel(pydantic.BaseModel):
     def first_messages(self) -> list[OllamaMessage]:
         """Messages with which every conversation begins."""
         return [OllamaMessage.model_validate(message) for message in self.messages]
+
+    def check(self) -> None:
+        """Raise status 400 if a field cannot be used, such as one of another version of this program."""
+        try:
+            UsableFields.model_validate(self.model_dump(include={"parameters", "messages"}))
+        except pydantic.ValidationError as error:
+            errors = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
+            raise validation_to_api_error(errors, self.model_dump()) from None
+
+
+class UsableFields(pydantic.BaseModel):
+    """The fields of a created model that requests have, too."""
+
+    parameters: OllamaOptions
+    messages: list[OllamaMessage]
 
 
 class CreatedModelStore:

@@ -25,6 +25,7 @@ from afterglow.server.installed import (
 )
 from afterglow.server.logs import logger
 from afterglow.server.models import ModelSlot
+from afterglow.server.ollama.conversion import build_variant
 from afterglow.server.ollama.created_models import CreatedModel, CreatedModelStore
 from afterglow.server.ollama.details import FileDetails, describe_file
 from afterglow.server.state import ServerState
@@ -153,7 +154,8 @@ class ModelLibrary:
         started, name = time.monotonic(), self.get_name(name)
         base, adapters = self.split_adapters(name)
         found, slot = await self.get_slot(base)
-        context = num_ctx or (found.created.options.num_ctx if found.created else None)
+        variant = build_variant(found.created) if found.created else None
+        context = num_ctx or (variant.defaults.sampling.get("num_ctx") if variant else None)
         if context is not None:
             await self._ensure_context(slot, context)
         model = await self._state.get_model(slot.name)
