@@ -55,6 +55,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"input": "hello"},
     "/tokenize": {"content": "hello"},
 }
+NAMED_BODIES: dict[str, dict[str, Any]] = {  # of other routes whose responses name the model
+    "/completion": {"prompt": "abc", "n_predict": 2},
+    "/rerank": {"query": "hello", "documents": ["a", "b"]},
+}
 
 
 # --- a server that serves installed models
@@ -505,6 +509,9 @@ def test_created_models_are_served_by_every_api_with_their_settings(
         told = gpt.chat.completions.create(model="sailor", messages=own)
         assert told.usage
         assert told.usage.prompt_tokens < (count or 0)
+        for path, body in {**BODIES, **NAMED_BODIES}.items():
+            named = machine.post(path, {**body, "model": "sailor"})
+            assert (named.status_code, named.json().get("model", "sailor")) == (200, "sailor"), named.text
         # The lists of models have it, with the model that it is made from.
         card = gpt.models.retrieve("sailor")
         assert (card.id, card.parent) == ("sailor", "tiny")  # type: ignore[attr-defined]
