@@ -54,6 +54,7 @@ from afterglow.server.schema.admin import (
     UnloadModelRequest,
 )
 from afterglow.server.schema.base import StrictRoute
+from afterglow.server.schema.sampling import SAMPLING_FIELD_NAMES
 from afterglow.server.state import ServerState, name_fields
 
 ResultT = TypeVar("ResultT")
@@ -146,7 +147,15 @@ def list_unserved_cards(state: ServerState) -> list[ModelCard]:
 
 def build_variant_card(variant: ModelVariant, card: ModelCard) -> ModelCard:
     """Build the model object of a variant from that of its model."""
-    return card.model_copy(update={"id": variant.name, "parent": card.id, "created": int(variant.created)})
+    own = {
+        name: SamplingDefault(value=value, source="created model")
+        for name, value in variant.defaults.sampling.items()
+        if name in SAMPLING_FIELD_NAMES and isinstance(value, int | float)
+    }
+    sampling = None if card.sampling is None else {**card.sampling, **own}
+    return card.model_copy(
+        update={"id": variant.name, "parent": card.id, "created": int(variant.created), "sampling": sampling}
+    )
 
 
 def build_unserved_card(name: str, created: float) -> ModelCard:

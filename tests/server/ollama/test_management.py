@@ -515,6 +515,19 @@ def test_created_models_are_served_by_every_api_with_their_settings(
         # The lists of models have it, with the model that it is made from.
         card = gpt.models.retrieve("sailor")
         assert (card.id, card.parent) == ("sailor", "tiny")  # type: ignore[attr-defined]
+        listed = {card["id"]: card["sampling"] for card in machine.http.get("/v1/models").json()["data"]}
+        assert listed["sailor"]["temperature"] == {"value": 0, "source": "created model"}
+        assert (
+            listed["sailor"]
+            == {
+                **listed["tiny"],
+                **{
+                    name: {"value": value, "source": "created model"}
+                    for name, value in (("temperature", 0), ("repeat_last_n", -1))
+                },
+            }
+            == card.sampling
+        )  # type: ignore[attr-defined]
         assert card.id in [model.id for model in gpt.models.list()]
         assert claude.models.retrieve("sailor").id == "sailor"
         assert "sailor" in [model.id for model in claude.models.list()]
