@@ -545,12 +545,33 @@ def test_created_models_are_served_by_every_api_with_their_settings(
             gpt.completions.create(model="tiny", prompt=long_prompt)
         shifted = gpt.completions.create(model="shifter", prompt=long_prompt)
         assert (shifted.model, shifted.choices[0].text) == ("shifter", CYCLE[20:23])
-        # A context that is too long is refused, not cut.
-        client.create("long", from_="tiny", parameters={"num_ctx": 4096})
-        with pytest.raises(openai.BadRequestError, match="num_ctx"):
-            gpt.chat.completions.create(model="long", messages=MESSAGES)
         client.delete("sailor")
         assert "sailor" not in [model.id for model in gpt.models.list()]
+
+
+@pytest.mark.native
+def test_a_created_model_has_its_context_in_every_api(tmp_path: Path, caches_of_our_own: None) -> None:
+    tiny, options = f"tiny={models.get_path('successor-attention')}", ["--context", "256", "--sequences", "2"]
+    paths = ["/api/chat", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings", "/completion"]
+    bodies = {"/api/chat": {"messages": MESSAGES, "stream": False}, **BODIES, **NAMED_BODIES}
+    with run_server(tiny, *options, "--allow-reload", **build_environment(tmp_path)) as server:
+        for context, path in zip(range(300, 4000, 300), paths, strict=False):
+            parameters = {"num_ctx": context, "num_predict": 2}
+            server.post("/api/create", {"model": f"long{context}", "from": "tiny", "parameters": parameters})
+            for _ in range(2):  # the second time, the model has it
+                response = server.post(path, {**bodies[path], "model": f"long{context}"})
+                assert response.status_code == 200, response.text
+            assert server.http.get("/v1/models/tiny").json()["context_length"] >= context
+        too_long = {"model": "huge", "from": "tiny", "parameters": {"num_ctx": 100_000}}
+        assert server.post("/api/create", too_long).status_code == 200
+        for path in paths:  # more than the model was trained for
+            refused = server.post(path, {**bodies[path], "model": "huge"})
+            assert (refused.status_code, "`num_ctx` of 'huge' is 100,000" in refused.text) == (400, True), refused.text
+    with run_server(tiny, *options, **build_environment(tmp_path)) as server:
+        for path in paths:
+            refused = server.post(path, {**bodies[path], "model": "long300"})
+            message = "`num_ctx` of 'long300' is 300; 'tiny' is loaded with a context of 256"
+            assert (refused.status_code, message in refused.text) == (400, True), refused.text
 
 
 @pytest.mark.native

@@ -153,10 +153,15 @@ def build_variant(created: CreatedModel) -> ModelVariant:
         stop=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ()),
         max_tokens=get_max_tokens(options),
         chat_template=template,
-        sampling=list_sampling_values(options),
+        sampling=list_sampling_values(options.model_copy(update={"num_ctx": None})),
     )
-    name = created.name.removesuffix(DEFAULT_TAG)
-    return ModelVariant(name=name, source=created.source, created=created.modified, defaults=defaults)
+    return ModelVariant(
+        name=created.name.removesuffix(DEFAULT_TAG),
+        source=created.source,
+        created=created.modified,
+        defaults=defaults,
+        context_length=options.num_ctx,
+    )
 
 
 def list_sampling_values(options: OllamaOptions) -> dict[str, Any]:
