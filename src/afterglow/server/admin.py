@@ -29,7 +29,7 @@ from afterglow.server.metrics import CONTENT_TYPE
 from afterglow.server.models import ModelSlot, SlotState
 from afterglow.server.openai.chat import build_prompt_options, find_reasoning_field
 from afterglow.server.openai.formatting import format_replay_misses
-from afterglow.server.openai.schema.chat import ChatFields, build_message, build_tools
+from afterglow.server.openai.schema.chat import ChatFields, build_messages, build_tools
 from afterglow.server.schema.admin import (
     ApplyTemplateRequest,
     ApplyTemplateResponse,
@@ -257,7 +257,7 @@ def format_piece(model: Model, token: int) -> str | list[int]:
 def build_conversation_request(body: ChatFields, salt: str) -> ConversationRequest:
     """Convert the fields that determine the prompt."""
     return ConversationRequest(
-        messages=[build_message(message) for message in body.messages],
+        messages=build_messages(body.messages),
         tools=build_tools(body.tools),
         prompt_options=build_prompt_options(body),
         reasoning_field=find_reasoning_field(body),

@@ -271,7 +271,7 @@ async def name_fields(work: Coroutine[Any, Any, ResultT], fields: Mapping[str, s
     except (RequestError, APIError) as error:
         api_error = to_api_error(error)
         param = api_error.param or ""
-        first = param if param in fields else param.partition(".")[0]
+        first = param.partition(".")[0]
         if first in fields:
             api_error.param = fields[first] + param[len(first) :]
             for written in (param, getattr(error, "name", param)):

@@ -39,7 +39,7 @@ from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 from afterglow.testing import models
 from support.engine_factories import Raise
-from support.media_files import encode_image
+from support.media_files import encode_data_uri, encode_image
 from support.media_prompts import color_image
 from support.server_process import CYCLE, ServerProcess, run_server, wait_until
 
@@ -425,6 +425,43 @@ def test_images(client: ollama.Client) -> None:
         assert client.chat("colors", asked, options={"temperature": 0}).message.content == letter
         generated = client.generate("colors", "What is this?", images=[base64.b64encode(data).decode()])
         assert (generated.response, generated.context) == (letter, None)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("name", ["tiny", "captain"])
+def test_errors_about_images_name_the_field_of_the_client(
+    client: ollama.Client, machine: ServerProcess, name: str
+) -> None:
+    """Messages that the server inserts do not count: a system prompt, and the first messages of a created model."""
+    first = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    client.create("captain", from_="tiny", system="Talk like a captain.", messages=first)
+    uri = "data:image/png;base64,AAAA"
+    chat = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}]}]
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    blocks = [*MESSAGES, {"role": "user", "content": [{"type": "image", "source": source}]}]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": source}]}
+    results = [*MESSAGES, {"role": "user", "content": [{"type": "text", "text": "x"}, result]}]
+    items = [{"role": "user", "content": [{"type": "input_image", "image_url": uri}]}]
+    for path, field, body in (
+        ("/v1/chat/completions", "messages[0].content", {"messages": chat}),
+        ("/v1/messages", "messages[1].content", {"messages": blocks, "system": "Be brief.", "max_tokens": 2}),
+        ("/v1/messages", "messages[1].content", {"messages": results, "system": "Be brief.", "max_tokens": 2}),
+        ("/v1/responses", "input[0].content", {"input": items, "instructions": "Be brief."}),
+        ("/apply-template", "messages[0].content", {"messages": chat}),
+        ("/api/chat", "messages[0].images", {"messages": [{"role": "user", "images": ["AAAA"]}]}),
+        ("/api/generate", "images", {"prompt": "hello", "images": ["AAAA"]}),
+        ("/api/generate", "images", {"prompt": "hello", "images": ["AAAA"], "system": "Be brief."}),
+    ):
+        refused = machine.post(path, {"model": name, **body})
+        assert (refused.status_code, f"`{field}` cannot be used" in refused.text) == (400, True), refused.text
+        error = refused.json()["error"]
+        assert path.startswith(("/api", "/v1/messages")) or error["param"] == field
+    image = color_image("R")
+    data = encode_image(Image.frombytes("RGB", (image.width, image.height), image.pixels))
+    seen = [{"role": "user", "content": [{"type": "input_image", "image_url": encode_data_uri(data)}]}]
+    stored = machine.post("/v1/responses", {"model": "colors", "input": seen, "max_output_tokens": 1}).json()
+    refused = machine.post("/v1/responses", {"model": name, "input": "hello", "previous_response_id": stored["id"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
 
 
 @pytest.mark.native

@@ -12,7 +12,7 @@ from afterglow.api.model import Model
 from afterglow.api.options import PromptOptions
 from afterglow.chat.constraints.response_format import forbid_additional_properties
 from afterglow.chat.content import Attachment
-from afterglow.chat.messages import Message, ToolCall
+from afterglow.chat.messages import Message, ToolCall, locate_attachments
 from afterglow.chat.prompt import TruncationPolicy
 from afterglow.chat.tools.tool import Tool, build_tool
 from afterglow.server import limits
@@ -42,7 +42,7 @@ def build_messages(messages: Sequence[OllamaMessage], id_prefix: str = "call") -
     converted: list[Message] = []
     pending: list[ToolCall] = []
     call_count = 0
-    for message in messages:
+    for index, message in enumerate(messages):
         calls = []
         for call in message.tool_calls or ():
             # Nine letters and digits: some templates check this.
@@ -53,17 +53,16 @@ def build_messages(messages: Sequence[OllamaMessage], id_prefix: str = "call") -
         result_id = message.tool_call_id
         if message.role == "tool" and result_id is None:
             result_id = take_call_id(pending, message.tool_name)
-        converted.append(
-            Message(
-                role=message.role,
-                content=message.content or "",
-                reasoning=message.thinking,
-                tool_calls=tuple(calls),
-                tool_call_id=result_id,
-                name=message.tool_name,
-                attachments=build_images(message.images),
-            )
+        built = Message(
+            role=message.role,
+            content=message.content or "",
+            reasoning=message.thinking,
+            tool_calls=tuple(calls),
+            tool_call_id=result_id,
+            name=message.tool_name,
+            attachments=build_images(message.images),
         )
+        converted.append(locate_attachments(built, f"messages[{index}].images"))
     return converted
 
 
