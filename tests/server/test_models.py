@@ -31,6 +31,7 @@ from afterglow.server import models as served_models
 from afterglow.server.app import build_application
 from afterglow.server.errors import APIError
 from afterglow.server.held_models import hold_models
+from afterglow.server.installed import ModelVariant, RequestDefaults
 from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ENGINE_CALL_THREADS, ServerState
@@ -63,6 +64,32 @@ def test_an_alias_or_a_pattern_names_a_served_model() -> None:
             registry.get_slot(name)
     with pytest.raises(InvalidArgument, match=r"'gpt-\*' must be a served model \(small\), not 'huge'"):
         ModelRegistry({"small": ServedModel(never)}, aliases=["gpt-*=huge"])
+
+
+def test_the_variants_are_searched_once_for_the_slot_the_name_and_the_defaults_of_a_request() -> None:
+    def never() -> Any:
+        raise AssertionError
+
+    class Variants:
+        def __init__(self) -> None:
+            self.searched: list[str] = []
+
+        def find(self, name: str) -> ModelVariant | None:
+            self.searched.append(name)
+            defaults = RequestDefaults(max_tokens=5)
+            return (
+                ModelVariant(name="pirate", source="tiny", created=0, defaults=defaults) if name == "pirate" else None
+            )
+
+        def list_all(self) -> list[ModelVariant]:
+            return []
+
+    registry = ModelRegistry({"tiny": ServedModel(never)}, aliases=["gpt-*=tiny"])
+    registry.variants = variants = Variants()
+    for name, expected in {"pirate": ("pirate", 5), "gpt-4o": ("tiny", None), "other": ("tiny", None)}.items():
+        requested = registry.get_requested_model(name)
+        assert (requested.slot.name, requested.name, requested.defaults.max_tokens) == ("tiny", *expected)
+    assert variants.searched == ["pirate", "gpt-4o", "other"]
 
 
 @pytest.mark.native

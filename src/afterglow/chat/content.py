@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -53,6 +53,7 @@ class Attachment:
     offset: int = 0  # position in the text of the message, in characters
     id: str | None = None  # FNV-1a hash of its bytes, if the caller gave one
     detail: ImageDetail = "auto"  # "low": at most 512 by 512 pixels
+    where: str | None = field(default=None, compare=False)  # field of the request for errors; None: by its message
 
     def load(self, policy: MediaPolicy, decode: DecodeMedia = decode_media) -> MediaContent:
         """Load and decode the media. May block on the network and on decoding."""

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from afterglow.chat.content import (
@@ -129,6 +129,11 @@ def _parse_tool_call(value: Any, where: str) -> ToolCall:
 
 def _check_optional_text(value: Any, where: str) -> str | None:
     return None if value is None else check_text(value, where)
+
+
+def locate_attachments(message: Message, where: str) -> Message:
+    """Return a message whose attachments have the field of the request that they are from."""
+    return replace(message, attachments=tuple(replace(attachment, where=where) for attachment in message.attachments))
 
 
 def list_attachments(messages: Iterable[Message]) -> list[Attachment]:

@@ -116,7 +116,7 @@ def filter_media(messages: Sequence[Message], media_support: MediaSupport) -> li
         filtered.append(replace(message, attachments=supported))
         if not unsupported:
             continue
-        where, kind = f"messages[{index}].content", unsupported[0].kind
+        where, kind = unsupported[0].where or f"messages[{index}].content", unsupported[0].kind
         accepted = " and ".join(("text", *sorted(media_support.kinds)))
         reason = media_support.unsupported_reason or f"the model does not support {kind} input, only {accepted}"
         if not media_support.strip_unsupported:

@@ -29,7 +29,7 @@ from afterglow.server.metrics import CONTENT_TYPE
 from afterglow.server.models import ModelSlot, SlotState
 from afterglow.server.openai.chat import build_prompt_options, find_reasoning_field
 from afterglow.server.openai.formatting import format_replay_misses
-from afterglow.server.openai.schema.chat import ChatFields, build_message, build_tools
+from afterglow.server.openai.schema.chat import ChatFields, build_messages, build_tools
 from afterglow.server.schema.admin import (
     ApplyTemplateRequest,
     ApplyTemplateResponse,
@@ -54,6 +54,7 @@ from afterglow.server.schema.admin import (
     UnloadModelRequest,
 )
 from afterglow.server.schema.base import StrictRoute
+from afterglow.server.schema.sampling import SAMPLING_FIELD_NAMES
 from afterglow.server.state import ServerState, name_fields
 
 ResultT = TypeVar("ResultT")
@@ -146,7 +147,15 @@ def list_unserved_cards(state: ServerState) -> list[ModelCard]:
 
 def build_variant_card(variant: ModelVariant, card: ModelCard) -> ModelCard:
     """Build the model object of a variant from that of its model."""
-    return card.model_copy(update={"id": variant.name, "parent": card.id, "created": int(variant.created)})
+    own = {
+        name: SamplingDefault(value=value, source="created model")
+        for name, value in variant.defaults.sampling.items()
+        if name in SAMPLING_FIELD_NAMES and isinstance(value, int | float)
+    }
+    sampling = None if card.sampling is None else {**card.sampling, **own}
+    return card.model_copy(
+        update={"id": variant.name, "parent": card.id, "created": int(variant.created), "sampling": sampling}
+    )
 
 
 def build_unserved_card(name: str, created: float) -> ModelCard:
@@ -248,7 +257,7 @@ def format_piece(model: Model, token: int) -> str | list[int]:
 def build_conversation_request(body: ChatFields, salt: str) -> ConversationRequest:
     """Convert the fields that determine the prompt."""
     return ConversationRequest(
-        messages=[build_message(message) for message in body.messages],
+        messages=build_messages(body.messages),
         tools=build_tools(body.tools),
         prompt_options=build_prompt_options(body),
         reasoning_field=find_reasoning_field(body),

@@ -246,11 +246,11 @@ async def explain_plan(
 async def start_generation(state: ServerState, model_name: str | None, request: GenerationRequest) -> Generation:
     """Admit a request, load its media and submit it to the engine."""
     model = await state.get_generating_model(model_name)
-    slot = state.models.get_requested_slot(model_name)
+    requested = state.models.get_requested_model(model_name)
     request.check_limits(state)
     if request.keep_alive is not None:
-        slot.set_keep_alive(request.keep_alive)
-    request = request.apply_defaults(state.models.get_request_defaults(model_name))
+        requested.slot.set_keep_alive(request.keep_alive)
+    request = request.apply_defaults(requested.defaults)
     lora = build_lora(state.models, model, model_name, request.sampling_fields.lora)
     request = replace(request.adapt(state, model), lora=lora)
     is_line, priority = is_batch_line(), request.priority
@@ -292,4 +292,4 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
     for stream in streams:
         stream.events.limit_buffer(state.settings.max_buffered_tokens)  # for a slow client
         stream.events.call_at_end(ticket.release_one)
-    return Generation(state, model, state.models.get_response_name(model_name), resources, prompts, streams, tracked)
+    return Generation(state, model, requested.name, resources, prompts, streams, tracked)

@@ -329,6 +329,6 @@ async def build_prompt(
 
     `model_name` is that of the request: it determines the defaults.
     """
-    request = request.apply_defaults(state.models.get_request_defaults(model_name))
+    request = request.apply_defaults(state.models.get_requested_model(model_name).defaults)
     loaded = await request.adapt_prompt(state, model).load_media(state, model, resources)
     return await state.run_text_work(lambda: loaded.plan_messages(model, loaded.messages).prompt)

@@ -131,6 +131,7 @@ class ModelVariant:
     source: str  # name of the model that it uses
     created: float  # Unix time
     defaults: RequestDefaults
+    context_length: int | None = None  # that it needs
 
 
 class VariantFinder(Protocol):

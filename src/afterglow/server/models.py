@@ -60,6 +60,25 @@ class ServedModel:
     with_context: Callable[[int], ServedModel] | None = None  # the same with another context length, if that is allowed
 
 
+@dataclass(frozen=True, slots=True)
+class RequestedModel:
+    """What the name of a model in a request stands for."""
+
+    slot: ModelSlot
+    variant: ModelVariant | None = None  # None: the served model itself
+
+    @property
+    def name(self) -> str:
+        """Name of the model in a response."""
+        return self.slot.name if self.variant is None else self.variant.name
+
+    @property
+    def defaults(self) -> RequestDefaults:
+        """What the request has unless it sets it."""
+        defaults = self.slot.request_defaults
+        return defaults if self.variant is None else self.variant.defaults.fall_back(defaults)
+
+
 class ModelSlot:
     """One served model, loaded or not. Create it with a `ModelRegistry`."""
 
@@ -494,17 +513,7 @@ class ModelRegistry(Closeable):
 
     def get_slot(self, name: str | None) -> ModelSlot:
         """Return the slot of a model by its name or an alias. `None` selects the only served model."""
-        served = ", ".join(self.slots) or "none yet"
-        if name is None:
-            if (only := self._get_only_slot()) is None:
-                message = f"`model` is missing, and there is no default; served models: {served}"
-                raise invalid_request_error("model", message, "missing_required_parameter")
-            return only
-        if (slot := self._find_named_slot(name)) is None:
-            variant = self.find_variant(name)
-            made = f"it is made from {variant.source}, which is not served; " if variant else ""
-            raise ModelNotFound(name[:200], f"{made}served models: {served}")
-        return slot
+        return self._get_model(name, accepts_unknown=False).slot
 
     def find_slot(self, name: str) -> ModelSlot | None:
         """Return the slot of a model by its name, in any spelling that clients may use."""
@@ -522,28 +531,30 @@ class ModelRegistry(Closeable):
         base, plus, suffix = name.partition("+")
         only = self._get_only_slot()
         has_adapters = only is not None and bool(only.served.adapters)
-        return (base, plus + suffix) if self._find_named_slot(base) or has_adapters else (name, "")
+        return (base, plus + suffix) if self._find_named(base)[0] or has_adapters else (name, "")
+
+    def get_requested_model(self, name: str | None) -> RequestedModel:
+        """Return what a request names. If only one model is served, every unknown name selects it, as a hint."""
+        return self._get_model(self.split_name(name)[0], accepts_unknown=True)
 
     def get_requested_slot(self, name: str | None) -> ModelSlot:
-        """Return the slot for a request. If only one model is served, every unknown name selects it, as a hint."""
-        name, _ = self.split_name(name)
-        is_unknown = name is not None and self._find_named_slot(name) is None and self.find_variant(name) is None
-        if is_unknown and (only := self._get_only_slot()) is not None and get_record().accept_hint("model"):
-            return only
-        return self.get_slot(name)
+        """Return the slot for a request."""
+        return self.get_requested_model(name).slot
 
-    def get_request_defaults(self, name: str | None) -> RequestDefaults:
-        """Return what a request has unless it sets it: of the variant that it names, and of the model."""
-        defaults, variant = self.get_requested_slot(name).request_defaults, self._find_requested_variant(name)
-        return defaults if variant is None else variant.defaults.fall_back(defaults)
-
-    def get_response_name(self, name: str | None) -> str:
-        """Return the name of the model in a response: of the variant that the request names, or of the served model."""
-        variant = self._find_requested_variant(name)
-        return self.get_requested_slot(name).name if variant is None else variant.name
-
-    def _find_requested_variant(self, name: str | None) -> ModelVariant | None:
-        return None if name is None else self.find_variant(self.split_name(name)[0] or name)
+    def _get_model(self, name: str | None, *, accepts_unknown: bool) -> RequestedModel:
+        served, only = ", ".join(self.slots) or "none yet", self._get_only_slot()
+        if name is None:
+            if only is None:
+                message = f"`model` is missing, and there is no default; served models: {served}"
+                raise invalid_request_error("model", message, "missing_required_parameter")
+            return RequestedModel(only)
+        slot, variant = self._find_named(name)
+        if slot is None and variant is None and only and accepts_unknown and get_record().accept_hint("model"):
+            slot = only
+        if slot is None:
+            made = f"it is made from {variant.source}, which is not served; " if variant else ""
+            raise ModelNotFound(name[:200], f"{made}served models: {served}")
+        return RequestedModel(slot, variant)
 
     def find_variant(self, name: str) -> ModelVariant | None:
         """Return the variant of this name, unless a model is served under it."""
@@ -554,19 +565,19 @@ class ModelRegistry(Closeable):
         named = [slot for slot in self.slots.values() if slot.served.installed is None]
         return named[0] if len(named) == 1 else None
 
-    def _find_named_slot(self, name: str) -> ModelSlot | None:
-        """Return the slot of a model by its name, by that of a variant, or by an alias."""
+    def _find_named(self, name: str) -> tuple[ModelSlot | None, ModelVariant | None]:
+        """Return the slot of a model by its name, by that of a variant, or by an alias; and the variant."""
         if (slot := self.find_slot(name)) is not None:
-            return slot
+            return slot, None
         if (variant := self.find_variant(name)) is not None:
-            return self.find_slot(variant.source)
-        return next((self.slots[model] for pattern, model in self._aliases if fnmatchcase(name, pattern)), None)
+            return self.find_slot(variant.source), variant
+        return next((self.slots[model] for pattern, model in self._aliases if fnmatchcase(name, pattern)), None), None
 
     # --- installed models
 
     def can_add(self, name: str | None) -> bool:
         """Whether no served model has this name, but one on this machine may have it, and would be served."""
-        return self._build_installed is not None and name is not None and self._find_named_slot(name) is None
+        return self._build_installed is not None and name is not None and self._find_named(name)[0] is None
 
     def add_named(self, name: str | None) -> None:
         """Serve the model on this machine that a request names, with or without adapters. Blocking.

@@ -116,8 +116,8 @@ class ServerSettings(pydantic.BaseModel):
     )
     allow_reload: bool = pydantic.Field(
         False,
-        description="Load a model again with a longer context if a request to the Ollama API needs one (`num_ctx`). "
-        "Default: such requests get status 400.",
+        description="Load a model again with a longer context if a request to the Ollama API or a created model needs "
+        "one (`num_ctx`). Default: such requests get status 400.",
     )
     manage_models: bool = pydantic.Field(
         True, description="Let clients pull, create, copy and delete models with the Ollama API."

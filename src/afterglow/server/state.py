@@ -23,6 +23,7 @@ from afterglow.server.errors import APIError, invalid_request_error, to_api_erro
 from afterglow.server.events import EventRing
 from afterglow.server.held_models import get_held_model
 from afterglow.server.history import RequestHistory
+from afterglow.server.installed import ModelVariant
 from afterglow.server.metrics import Metrics
 from afterglow.server.models import ModelRegistry, ModelSlot
 from afterglow.server.settings import ServerSettings
@@ -74,9 +75,36 @@ class ServerState(Closeable):
     async def get_model(self, name: str | None) -> Model:
         """Return a model by name, loaded if necessary. It is not unloaded before the end of the HTTP request."""
         await self.add_named_model(name)
-        model = await get_held_model(self.models.get_requested_slot(name))
+        requested = self.models.get_requested_model(name)
+        await self.ensure_variant_context(requested.slot, requested.variant)
+        model = await get_held_model(requested.slot)
         model.attach_event_loop(asyncio.get_running_loop())
         return model
+
+    async def ensure_variant_context(self, slot: ModelSlot, variant: ModelVariant | None) -> None:
+        """Load a model again if its context is shorter than a variant needs, as `ensure_context`."""
+        if variant is not None and variant.context_length is not None:
+            await self.ensure_context(slot, variant.context_length, "model", f"`num_ctx` of {variant.name!r}")
+
+    async def ensure_context(self, slot: ModelSlot, context: int, param: str, label: str) -> None:
+        """Load a model again if its context is too short; raise status 400 with both numbers if that is not possible.
+
+        `param` is the field that asks for the context, `label` names it in the error.
+        """
+        if slot.model is not None and context <= slot.model.context_length:
+            return  # so it is if the request holds the model, which cannot be loaded again then
+        while context > (model := await asyncio.wrap_future(slot.start_load())).context_length:
+            length, trained = model.context_length, model.info.trained_context_length
+            loaded = f"{label} is {context:,}; {slot.name!r} is loaded with a context of {length:,}"
+            if context > trained:
+                raise invalid_request_error(param, f"{loaded} and was trained for {trained:,}")
+            if not self.settings.allow_reload:
+                advice = (
+                    f"start the server with `--context {context}`, or allow clients to change it with `--allow-reload`"
+                )
+                raise invalid_request_error(param, f"{loaded}: {advice}")
+            if context <= await asyncio.wrap_future(slot.start_reload(context)):
+                return  # another request may have asked for less
 
     async def add_named_model(self, name: str | None) -> None:
         """Serve a model on this machine that a request names, if the server serves all of them."""
@@ -243,7 +271,7 @@ async def name_fields(work: Coroutine[Any, Any, ResultT], fields: Mapping[str, s
     except (RequestError, APIError) as error:
         api_error = to_api_error(error)
         param = api_error.param or ""
-        first = param if param in fields else param.partition(".")[0]
+        first = param.partition(".")[0]
         if first in fields:
             api_error.param = fields[first] + param[len(first) :]
             for written in (param, getattr(error, "name", param)):

@@ -48,6 +48,26 @@ def test_a_deleted_model_is_gone(tmp_path: Path) -> None:
     assert store.list_all() == []
 
 
+def test_names_of_other_models_read_the_created_ones_only_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = CreatedModelStore(tmp_path), CreatedModelStore(tmp_path)  # several servers may share the directory
+    for number in range(20):
+        store.save(CreatedModel(name=f"Model{number}:latest", source="tiny"))
+    assert other.find("gpt-4o") is None
+    read: list[Path] = []
+    read_bytes = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or read_bytes(path))
+    assert [other.find("gpt-4o") for _ in range(10)] == [None] * 10
+    assert not [path for path in read if path.exists()]
+    store.save(CreatedModel(name="GPT-4o:latest", source="tiny", system="new"))
+    assert (found := other.find("gpt-4o"))
+    assert found.system == "new"
+    store.save(CreatedModel(name="GPT-4o:latest", source="tiny", system="newer"))
+    assert (found := other.find("gpt-4o"))
+    assert found.system == "newer"
+    assert store.delete("GPT-4o")
+    assert other.find("gpt-4o") is None
+
+
 @pytest.mark.parametrize("name", ["../x:latest", "a b:latest", "/x", "x" * 300, "a/b/c:d", "ünlaut:latest", ":latest"])
 def test_other_names_are_refused_and_nothing_is_written(tmp_path: Path, name: str) -> None:
     with pytest.raises(APIError, match="invalid"):

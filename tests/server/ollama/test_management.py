@@ -8,6 +8,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import logging
 import re
 import shutil
 import signal
@@ -29,7 +30,8 @@ from starlette.testclient import TestClient
 from afterglow import registry
 from afterglow.errors import Cancelled, DownloadFailed, InvalidArgument, ModelNotFound
 from afterglow.server.app import build_application
-from afterglow.server.models import ModelRegistry
+from afterglow.server.models import ModelRegistry, ServedModel
+from afterglow.server.ollama.created_models import CreatedModel, CreatedModelStore
 from afterglow.server.ollama.library import ModelLibrary
 from afterglow.server.ollama.management import pull_model
 from afterglow.server.serve import bind_ollama
@@ -37,7 +39,7 @@ from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 from afterglow.testing import models
 from support.engine_factories import Raise
-from support.media_files import encode_image
+from support.media_files import encode_data_uri, encode_image
 from support.media_prompts import color_image
 from support.server_process import CYCLE, ServerProcess, run_server, wait_until
 
@@ -52,6 +54,10 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
     "/v1/embeddings": {"input": "hello"},
     "/tokenize": {"content": "hello"},
+}
+NAMED_BODIES: dict[str, dict[str, Any]] = {  # of other routes whose responses name the model
+    "/completion": {"prompt": "abc", "n_predict": 2},
+    "/rerank": {"query": "hello", "documents": ["a", "b"]},
 }
 
 
@@ -422,6 +428,43 @@ def test_images(client: ollama.Client) -> None:
 
 
 @pytest.mark.native
+@pytest.mark.parametrize("name", ["tiny", "captain"])
+def test_errors_about_images_name_the_field_of_the_client(
+    client: ollama.Client, machine: ServerProcess, name: str
+) -> None:
+    """Messages that the server inserts do not count: a system prompt, and the first messages of a created model."""
+    first = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    client.create("captain", from_="tiny", system="Talk like a captain.", messages=first)
+    uri = "data:image/png;base64,AAAA"
+    chat = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri}}]}]
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    blocks = [*MESSAGES, {"role": "user", "content": [{"type": "image", "source": source}]}]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": source}]}
+    results = [*MESSAGES, {"role": "user", "content": [{"type": "text", "text": "x"}, result]}]
+    items = [{"role": "user", "content": [{"type": "input_image", "image_url": uri}]}]
+    for path, field, body in (
+        ("/v1/chat/completions", "messages[0].content", {"messages": chat}),
+        ("/v1/messages", "messages[1].content", {"messages": blocks, "system": "Be brief.", "max_tokens": 2}),
+        ("/v1/messages", "messages[1].content", {"messages": results, "system": "Be brief.", "max_tokens": 2}),
+        ("/v1/responses", "input[0].content", {"input": items, "instructions": "Be brief."}),
+        ("/apply-template", "messages[0].content", {"messages": chat}),
+        ("/api/chat", "messages[0].images", {"messages": [{"role": "user", "images": ["AAAA"]}]}),
+        ("/api/generate", "images", {"prompt": "hello", "images": ["AAAA"]}),
+        ("/api/generate", "images", {"prompt": "hello", "images": ["AAAA"], "system": "Be brief."}),
+    ):
+        refused = machine.post(path, {"model": name, **body})
+        assert (refused.status_code, f"`{field}` cannot be used" in refused.text) == (400, True), refused.text
+        error = refused.json()["error"]
+        assert path.startswith(("/api", "/v1/messages")) or error["param"] == field
+    image = color_image("R")
+    data = encode_image(Image.frombytes("RGB", (image.width, image.height), image.pixels))
+    seen = [{"role": "user", "content": [{"type": "input_image", "image_url": encode_data_uri(data)}]}]
+    stored = machine.post("/v1/responses", {"model": "colors", "input": seen, "max_output_tokens": 1}).json()
+    refused = machine.post("/v1/responses", {"model": name, "input": "hello", "previous_response_id": stored["id"]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
+
+
+@pytest.mark.native
 def test_created_models_have_settings_of_their_own(client: ollama.Client, machine: ServerProcess) -> None:
     plain = client.chat("tiny", MESSAGES, options=GREEDY)
     statuses = [
@@ -503,9 +546,25 @@ def test_created_models_are_served_by_every_api_with_their_settings(
         told = gpt.chat.completions.create(model="sailor", messages=own)
         assert told.usage
         assert told.usage.prompt_tokens < (count or 0)
+        for path, body in {**BODIES, **NAMED_BODIES}.items():
+            named = machine.post(path, {**body, "model": "sailor"})
+            assert (named.status_code, named.json().get("model", "sailor")) == (200, "sailor"), named.text
         # The lists of models have it, with the model that it is made from.
         card = gpt.models.retrieve("sailor")
         assert (card.id, card.parent) == ("sailor", "tiny")  # type: ignore[attr-defined]
+        listed = {card["id"]: card["sampling"] for card in machine.http.get("/v1/models").json()["data"]}
+        assert listed["sailor"]["temperature"] == {"value": 0, "source": "created model"}
+        assert (
+            listed["sailor"]
+            == {
+                **listed["tiny"],
+                **{
+                    name: {"value": value, "source": "created model"}
+                    for name, value in (("temperature", 0), ("repeat_last_n", -1))
+                },
+            }
+            == card.sampling
+        )  # type: ignore[attr-defined]
         assert card.id in [model.id for model in gpt.models.list()]
         assert claude.models.retrieve("sailor").id == "sailor"
         assert "sailor" in [model.id for model in claude.models.list()]
@@ -523,12 +582,33 @@ def test_created_models_are_served_by_every_api_with_their_settings(
             gpt.completions.create(model="tiny", prompt=long_prompt)
         shifted = gpt.completions.create(model="shifter", prompt=long_prompt)
         assert (shifted.model, shifted.choices[0].text) == ("shifter", CYCLE[20:23])
-        # A context that is too long is refused, not cut.
-        client.create("long", from_="tiny", parameters={"num_ctx": 4096})
-        with pytest.raises(openai.BadRequestError, match="num_ctx"):
-            gpt.chat.completions.create(model="long", messages=MESSAGES)
         client.delete("sailor")
         assert "sailor" not in [model.id for model in gpt.models.list()]
+
+
+@pytest.mark.native
+def test_a_created_model_has_its_context_in_every_api(tmp_path: Path, caches_of_our_own: None) -> None:
+    tiny, options = f"tiny={models.get_path('successor-attention')}", ["--context", "256", "--sequences", "2"]
+    paths = ["/api/chat", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/embeddings", "/completion"]
+    bodies = {"/api/chat": {"messages": MESSAGES, "stream": False}, **BODIES, **NAMED_BODIES}
+    with run_server(tiny, *options, "--allow-reload", **build_environment(tmp_path)) as server:
+        for context, path in zip(range(300, 4000, 300), paths, strict=False):
+            parameters = {"num_ctx": context, "num_predict": 2}
+            server.post("/api/create", {"model": f"long{context}", "from": "tiny", "parameters": parameters})
+            for _ in range(2):  # the second time, the model has it
+                response = server.post(path, {**bodies[path], "model": f"long{context}"})
+                assert response.status_code == 200, response.text
+            assert server.http.get("/v1/models/tiny").json()["context_length"] >= context
+        too_long = {"model": "huge", "from": "tiny", "parameters": {"num_ctx": 100_000}}
+        assert server.post("/api/create", too_long).status_code == 200
+        for path in paths:  # more than the model was trained for
+            refused = server.post(path, {**bodies[path], "model": "huge"})
+            assert (refused.status_code, "`num_ctx` of 'huge' is 100,000" in refused.text) == (400, True), refused.text
+    with run_server(tiny, *options, **build_environment(tmp_path)) as server:
+        for path in paths:
+            refused = server.post(path, {**bodies[path], "model": "long300"})
+            message = "`num_ctx` of 'long300' is 300; 'tiny' is loaded with a context of 256"
+            assert (refused.status_code, message in refused.text) == (400, True), refused.text
 
 
 @pytest.mark.native
@@ -707,6 +787,48 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerSta
         monkeypatch.setenv(name, value)
     with ServerState(ModelRegistry({}), ServerSettings()) as state:  # type: ignore[call-arg]
         yield state
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"parameters": {"option_of_a_newer_version": 1}}, "`parameters` has no option 'option_of_a_newer_version'"),
+        ({"messages": [{"role": "poet", "content": "x"}]}, "`messages[0].role`"),
+        ({"template": "{{ .Prompt }}"}, "Go's language"),
+    ],
+)
+def test_a_created_model_that_this_version_cannot_use_does_not_hide_the_others(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fields: dict[str, Any],
+    reason: str,
+) -> None:
+    for name, value in build_environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    store = CreatedModelStore()
+    store.save(CreatedModel(name="fine:latest", source="tiny"))
+    store.save(CreatedModel(name="newer:latest", source="tiny", **fields))
+
+    def never() -> Any:
+        raise AssertionError
+
+    registry = ModelRegistry({"tiny": ServedModel(never)})
+    with (
+        ServerState(registry, ServerSettings()) as state,  # type: ignore[call-arg]
+        TestClient(build_application(state)[0], "http://localhost") as client,
+        caplog.at_level(logging.WARNING, logger="afterglow.server"),
+    ):
+        for headers in ({}, {"anthropic-version": "2023-06-01"}) * 2:
+            names = [model["id"] for model in client.get("/v1/models", headers=headers).json()["data"]]
+            assert ("fine" in names, "newer" in names) == (True, False)
+        assert caplog.text.count("the created model 'newer:latest' cannot be used") == 1
+        for path, others in {"/v1/chat/completions": {}, "/v1/messages": {"max_tokens": 2}, "/api/chat": {}}.items():
+            response = client.post(path, json={"model": "newer", "messages": MESSAGES, **others})
+            assert (response.status_code, "'newer:latest' cannot be used" in response.text) == (400, True)
+            assert reason in response.text
+        assert client.get("/v1/models/newer").status_code == 400
+        assert client.request("DELETE", "/api/delete", json={"model": "newer"}).status_code == 200
 
 
 def collect_reports(state: ServerState, name: str, count: int | None = None) -> list[dict[str, Any]]:

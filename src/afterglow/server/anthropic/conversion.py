@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from afterglow.api.options import PromptOptions
 from afterglow.chat.content import Attachment, join_content
-from afterglow.chat.messages import Message, ToolCall
+from afterglow.chat.messages import Message, ToolCall, locate_attachments
 from afterglow.chat.prompt import Breakpoint
 from afterglow.chat.tools.tool import Tool, build_tool
 from afterglow.server.anthropic.schema import (
@@ -105,7 +105,11 @@ def convert_conversation(body: MessagePromptFields, salt: str) -> ConversationBu
         blocks = [ConvertedBlock(body.system)] if isinstance(body.system, str) else list(convert_blocks(body.system))
         conversation.add_parts("system", blocks)
     for index, message in enumerate(body.messages):
+        start = len(conversation.messages)
         add_message(conversation, message, f"messages[{index}]", salt)
+        conversation.messages[start:] = [
+            locate_attachments(converted, f"messages[{index}].content") for converted in conversation.messages[start:]
+        ]
     conversation.add_breakpoint(body.cache_control)
     if len(conversation.breakpoints) > MAX_BREAKPOINTS:
         message_text = f"a request has at most {MAX_BREAKPOINTS} blocks with `cache_control`"

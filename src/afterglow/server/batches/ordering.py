@@ -96,7 +96,10 @@ def render_prompt(state: ServerState, model: Model, url: str, item: BatchItem, s
                 return render_response(state, model, ResponseRequest.model_validate(item.body), salt)
             case "/v1/completions":
                 completion = CompletionRequest.model_validate(item.body)
-                prompt, defaults = list_prompts(completion)[0], state.models.get_request_defaults(completion.model)
+                prompt, defaults = (
+                    list_prompts(completion)[0],
+                    state.models.get_requested_model(completion.model).defaults,
+                )
                 return encode_key(completions.fit_prompt(model, completion, prompt, defaults).entries)
     except (APIError, AfterglowError):  # the line fails with it when it runs, or its media are loaded then
         return b""

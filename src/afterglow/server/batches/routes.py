@@ -22,6 +22,7 @@ from afterglow.server.batches.runner import BatchRunner
 from afterglow.server.batches.schema import BatchRequest, FileFields
 from afterglow.server.batches.store import BatchStore, StoredBatch, StoredFile
 from afterglow.server.errors import APIError, invalid_request_error, validation_to_api_error
+from afterglow.server.logs import logger
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
 
@@ -75,7 +76,9 @@ async def report_store_errors() -> AsyncIterator[None]:
     try:
         yield
     except (OSError, sqlite3.Error) as error:
-        message = f"the files and batches ({get_data_directory('batches')}) cannot be used: {error}"
+        logger.error("the files and batches in %s cannot be used: %s", get_data_directory("batches"), error)
+        reason = error.strerror if isinstance(error, OSError) else error  # clients do not learn where files are
+        message = f"the files and batches cannot be used: {reason}"
         advice = "free some space, or set AFTERGLOW_DATA to a directory that can be written"
         raise APIError(503, f"{message}; {advice}", error_type="server_error", code="batches_unavailable") from error
 

@@ -210,7 +210,7 @@ class LlamaCompletionFormatter:
             "tokens": [token.token for token in visible] if body.return_tokens and not body.stream else [],
             "id_slot": self._slot if usage.sequence is None else usage.sequence,
             "stop": True,
-            "model": model.name,
+            "model": self._generation.model_name,
             "tokens_predicted": usage.generated_tokens,
             "tokens_evaluated": usage.prompt_tokens,
             "generation_settings": build_generation_settings(body, request, model),

@@ -16,11 +16,11 @@ from afterglow.chat.constraints.response_format import (
     forbid_additional_properties,
 )
 from afterglow.chat.content import Attachment
-from afterglow.chat.messages import Message, ToolCall
+from afterglow.chat.messages import Message, ToolCall, locate_attachments
 from afterglow.chat.prompt import TruncationPolicy
 from afterglow.chat.tools.tool import Tool, build_tool
 from afterglow.server import limits
-from afterglow.server.errors import invalid_request_error
+from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.installed import DEFAULT_TAG, ModelVariant, RequestDefaults
 from afterglow.server.ollama.created_models import CreatedModel
 from afterglow.server.ollama.schema import OllamaGenerationBody, OllamaMessage, OllamaOptions, OllamaTool
@@ -45,7 +45,7 @@ def build_messages(messages: Sequence[OllamaMessage], id_prefix: str = "call") -
     converted: list[Message] = []
     pending: list[ToolCall] = []
     call_count = 0
-    for message in messages:
+    for index, message in enumerate(messages):
         calls = []
         for call in message.tool_calls or ():
             # Nine letters and digits: some templates check this.
@@ -56,17 +56,16 @@ def build_messages(messages: Sequence[OllamaMessage], id_prefix: str = "call") -
         result_id = message.tool_call_id
         if message.role == "tool" and result_id is None:
             result_id = take_call_id(pending, message.tool_name)
-        converted.append(
-            Message(
-                role=message.role,
-                content=message.content or "",
-                reasoning=message.thinking,
-                tool_calls=tuple(calls),
-                tool_call_id=result_id,
-                name=message.tool_name,
-                attachments=build_images(message.images),
-            )
+        built = Message(
+            role=message.role,
+            content=message.content or "",
+            reasoning=message.thinking,
+            tool_calls=tuple(calls),
+            tool_call_id=result_id,
+            name=message.tool_name,
+            attachments=build_images(message.images),
         )
+        converted.append(locate_attachments(built, f"messages[{index}].images"))
     return converted
 
 
@@ -145,18 +144,32 @@ def build_defaults(created: CreatedModel | None, defaults: RequestDefaults) -> R
 
 
 def build_variant(created: CreatedModel) -> ModelVariant:
-    """Return a created model as the other APIs serve it: its parameters are defaults of their requests."""
+    """Return a created model as the other APIs serve it: its parameters are defaults of their requests.
+
+    Raises status 400 if it cannot be used, such as one of another version of this program.
+    """
+    try:
+        created.check()
+        template = check_template(created.template)
+    except APIError as error:
+        message = f"the created model {created.name!r} cannot be used: {error.message}"
+        raise invalid_request_error("model", message) from None
     options = created.options
     defaults = RequestDefaults(
         system=created.system,
         messages=tuple(build_messages(created.first_messages, "made")),
         stop=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ()),
         max_tokens=get_max_tokens(options),
-        chat_template=check_template(created.template),
-        sampling=list_sampling_values(options),
+        chat_template=template,
+        sampling=list_sampling_values(options.model_copy(update={"num_ctx": None})),
     )
-    name = created.name.removesuffix(DEFAULT_TAG)
-    return ModelVariant(name=name, source=created.source, created=created.modified, defaults=defaults)
+    return ModelVariant(
+        name=created.name.removesuffix(DEFAULT_TAG),
+        source=created.source,
+        created=created.modified,
+        defaults=defaults,
+        context_length=options.num_ctx,
+    )
 
 
 def list_sampling_values(options: OllamaOptions) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Each is a file in the data directory, so that it outlives the server. A damaged 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ import pydantic
 
 from afterglow.llama.atomic_write import write_atomically
 from afterglow.paths import get_data_directory
-from afterglow.server.errors import invalid_request_error
+from afterglow.server.errors import invalid_request_error, validation_to_api_error
 from afterglow.server.installed import add_tag, find_name
 from afterglow.server.logs import logger
 from afterglow.server.ollama.schema import OllamaMessage, OllamaOptions
@@ -49,24 +50,44 @@ class CreatedModel(pydantic.BaseModel):
         """Messages with which every conversation begins."""
         return [OllamaMessage.model_validate(message) for message in self.messages]
 
+    def check(self) -> None:
+        """Raise status 400 if a field cannot be used, such as one of another version of this program."""
+        try:
+            UsableFields.model_validate(self.model_dump(include={"parameters", "messages"}))
+        except pydantic.ValidationError as error:
+            errors = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
+            raise validation_to_api_error(errors, self.model_dump()) from None
+
+
+class UsableFields(pydantic.BaseModel):
+    """The fields of a created model that requests have, too."""
+
+    parameters: OllamaOptions
+    messages: list[OllamaMessage]
+
 
 class CreatedModelStore:
     """The created models of this machine. Files are read at every use: several servers may share the directory."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or get_data_directory("models")
+        self._listed: tuple[list[str], list[str]] = [], []  # the files of the last search, and the models in them
 
     def find(self, name: str) -> CreatedModel | None:
         """Return a created model by its name, in any spelling that clients may use."""
         if (model := self._read(self._get_path(name))) is not None:
             return model
-        models = {model.name: model for model in self.list_all()}
-        found = find_name(name, models)
-        return None if found is None else models[found]
+        # Requests for aliases and unknown models come here, too: other files are read only if there are new ones.
+        known_files, names = self._listed
+        if (files := self._list_files()) != known_files:
+            names = [model.name for model in self.list_all()]
+            self._listed = files, names
+        found = find_name(name, names)
+        return None if found is None else self._read(self._get_path(found))
 
     def list_all(self) -> list[CreatedModel]:
         """List the created models by name."""
-        models = (self._read(path) for path in sorted(self._directory.glob("*.json")))
+        models = (self._read(self._directory / file) for file in sorted(self._list_files()))
         return [model for model in models if model is not None]
 
     def save(self, model: CreatedModel) -> None:
@@ -89,6 +110,12 @@ class CreatedModelStore:
             return False
         path.unlink(missing_ok=True)
         return True
+
+    def _list_files(self) -> list[str]:
+        try:
+            return [name for name in os.listdir(self._directory) if name.endswith(".json")]
+        except OSError:  # nothing was ever created
+            return []
 
     def _get_path(self, name: str) -> Path:
         stem = quote(add_tag(name), safe="")

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from afterglow.api.model import Model
 from afterglow.api.options import GenerationOptions, PromptOptions
 from afterglow.api.prompts import FittedPrompt
-from afterglow.chat.messages import Message
+from afterglow.chat.messages import Message, locate_attachments
 from afterglow.chat.truncation import count_bos
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
@@ -34,9 +34,8 @@ def build_router(state: ServerState) -> APIRouter:
     @router.post("/api/generate", summary="Ollama: respond to a prompt")
     async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
         work = create_response(state, library, body, get_tenant_salt(request))
-        images = f"messages[{1 if body.system else 0}].content"
         tokens = {"prompt": "context"} if body.context else {}  # the only tokens of a body
-        fields = {**conversion.FORMAT_FIELDS, images: "images", **tokens}
+        fields = {**conversion.FORMAT_FIELDS, **tokens}
         return await state.run_while_connected(request, work, "prompt", other_fields=fields)
 
     return router
@@ -107,7 +106,7 @@ def build_conversation(body: OllamaGenerateRequest) -> list[Message]:
     messages = [OllamaMessage.model_validate({"role": "user", "content": body.prompt, "images": body.images})]
     if body.system:
         messages.insert(0, OllamaMessage.model_validate({"role": "system", "content": body.system}))
-    return conversion.build_messages(messages)
+    return [locate_attachments(message, "images") for message in conversion.build_messages(messages)]
 
 
 def fit_plain_prompt(model: Model, body: OllamaGenerateRequest, options: OllamaOptions) -> FittedPrompt:

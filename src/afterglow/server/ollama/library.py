@@ -5,7 +5,6 @@ A name without a tag has the tag `latest`. Ollama's own models have the names th
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from afterglow import registry
 from afterglow.api.model import Model
 from afterglow.errors import LoadError, ModelNotFound
 from afterglow.registry import LocalModel, OllamaDefinition
-from afterglow.server.errors import invalid_request_error
 from afterglow.server.installed import (
     DEFAULT_TAG,
     RequestDefaults,
@@ -25,6 +23,7 @@ from afterglow.server.installed import (
 )
 from afterglow.server.logs import logger
 from afterglow.server.models import ModelSlot
+from afterglow.server.ollama.conversion import build_variant
 from afterglow.server.ollama.created_models import CreatedModel, CreatedModelStore
 from afterglow.server.ollama.details import FileDetails, describe_file
 from afterglow.server.state import ServerState
@@ -153,33 +152,17 @@ class ModelLibrary:
         started, name = time.monotonic(), self.get_name(name)
         base, adapters = self.split_adapters(name)
         found, slot = await self.get_slot(base)
-        context = num_ctx or (found.created.options.num_ctx if found.created else None)
-        if context is not None:
-            await self._ensure_context(slot, context)
+        variant = build_variant(found.created) if found.created else None
+        if num_ctx is not None:
+            await self._state.ensure_context(slot, num_ctx, "options.num_ctx", "`options.num_ctx`")
+        else:
+            await self._state.ensure_variant_context(slot, variant)
         model = await self._state.get_model(slot.name)
         if keep_alive is not None:
             slot.set_keep_alive(keep_alive)
         slot.requested_name = found.name
         defaults = slot.request_defaults
         return OpenedModel(name, slot.name + adapters, model, found.created, defaults, started, time.monotonic())
-
-    async def _ensure_context(self, slot: ModelSlot, context: int) -> None:
-        """Load a model again if its context is too short; raise status 400 with both numbers if that is not possible.
-
-        Called before the request holds the model: a model that is held is not unloaded.
-        """
-        while context > (model := await asyncio.wrap_future(slot.start_load())).context_length:
-            length, trained = model.context_length, model.info.trained_context_length
-            loaded = f"`options.num_ctx` is {context:,}; {slot.name!r} is loaded with a context of {length:,}"
-            if context > trained:
-                raise invalid_request_error("options.num_ctx", f"{loaded} and was trained for {trained:,}")
-            if not self._state.settings.allow_reload:
-                advice = (
-                    f"start the server with `--context {context}`, or allow clients to change it with `--allow-reload`"
-                )
-                raise invalid_request_error("options.num_ctx", f"{loaded}: {advice}")
-            if context <= await asyncio.wrap_future(slot.start_reload(context)):
-                return  # another request may have asked for less
 
 
 def find_installed(name: str) -> LibraryModel | None:

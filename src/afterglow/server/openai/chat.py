@@ -33,7 +33,7 @@ from afterglow.server.openai.schema.chat import (
     ChatRequest,
     OpenRouterReasoning,
     Thinking,
-    build_message,
+    build_messages,
     build_tools,
     dump_fields,
     parse_max_tokens,
@@ -79,7 +79,7 @@ def check_fields(body: ChatRequest) -> None:
 def build_generation_request(state: ServerState, body: ChatRequest, salt: str) -> ConversationRequest:
     """Convert the body to a generation request."""
     return ConversationRequest(
-        messages=[build_message(message) for message in body.messages],
+        messages=build_messages(body.messages),
         tools=build_tools(body.tools),
         prompt_options={**build_prompt_options(body), "response_format": build_response_format(body)},
         reasoning_field=find_reasoning_field(body),

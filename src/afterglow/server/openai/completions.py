@@ -60,7 +60,7 @@ async def create_completion(state: ServerState, body: CompletionRequest, salt: s
     """Generate completions and return them whole or as a stream."""
     check_fields(state, body)
     model = await state.get_generating_model(body.model)
-    defaults = state.models.get_request_defaults(body.model)
+    defaults = state.models.get_requested_model(body.model).defaults
     prompts = await state.run_text_work(
         lambda: [fit_prompt(model, body, prompt, defaults) for prompt in list_prompts(body)]
     )

@@ -41,6 +41,7 @@ async def create_embeddings(state: ServerState, body: EmbeddingRequest, salt: st
         raise invalid_request_error("input", "`input` must not be empty")
     limits.check_limit(state.settings, "max_inputs", "input", len(inputs))
     model = await state.get_model(body.model)
+    name = state.models.get_requested_model(body.model).name
     refuse_adapters(state.models, body.model, "an embedding")
     ticket = state.get_admission_queue(model).admit(1, is_background=is_batch_line())
     try:
@@ -66,7 +67,7 @@ async def create_embeddings(state: ServerState, body: EmbeddingRequest, salt: st
     for item, windows in zip(data, result.windows, strict=True):
         item |= {"windows": windows} if body.long_text == "window" else {}
     usage = {"prompt_tokens": count, "total_tokens": count, "computed_tokens": result.computed_tokens}
-    return JSONResponse({"object": "list", "model": model.name, "data": data, "usage": usage})
+    return JSONResponse({"object": "list", "model": name, "data": data, "usage": usage})
 
 
 def list_inputs(body: EmbeddingRequest) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import pydantic
 
 from afterglow.chat.content import IMAGE_DETAILS, Attachment, join_content
-from afterglow.chat.messages import Message, ToolCall
+from afterglow.chat.messages import Message, ToolCall, locate_attachments
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta
 from afterglow.chat.tools.text_input import TextInputReader, wrap_text_input
 from afterglow.server.errors import invalid_request_error
@@ -86,7 +86,8 @@ class InputItemParser:
         match item:
             case MessageItem(role="user"):
                 content, attachments = build_content(item.content)
-                return Message(role="user", content=content, attachments=attachments)
+                message = Message(role="user", content=content, attachments=attachments)
+                return locate_attachments(message, f"{where}.content")
             case MessageItem():
                 role = "assistant" if item.role == "assistant" else "system"
                 return Message(role=role, content=join_text(item.content))

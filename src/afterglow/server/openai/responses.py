@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from afterglow.api.options import PromptOptions
-from afterglow.chat.messages import Message
+from afterglow.chat.messages import Message, locate_attachments
 from afterglow.chat.output.parts import TextDelta
 from afterglow.chat.output.response import Delta
 from afterglow.chat.prompt import Breakpoint
@@ -184,7 +184,8 @@ def build_conversation(
     items: list[dict[str, Any]] = []
     if body.previous_response_id is not None:
         previous = find_response(store, body.previous_response_id, salt, 400, "previous_response_id")
-        messages, items = previous.messages, previous.items
+        messages = [locate_attachments(message, "previous_response_id") for message in previous.messages]
+        items = previous.items
     parser = InputItemParser(tools, salt, lambda id: store.find_item(id, salt))
     input_items = parser.resolve_references(body.input)
     return ResponseConversation(

@@ -41,6 +41,7 @@ async def rank_documents(state: ServerState, body: RerankRequest, salt: str, pat
     limits.check_limit(state.settings, "max_documents", "documents", len(body.documents))
     documents = [document if isinstance(document, str) else document.text for document in body.documents]
     model = await state.get_model(body.model)
+    name = state.models.get_requested_model(body.model).name
     refuse_adapters(state.models, body.model, "a ranking")
     ticket = state.get_admission_queue(model).admit(1)
     try:
@@ -63,7 +64,7 @@ async def rank_documents(state: ServerState, body: RerankRequest, salt: str, pat
     if body.texts is not None:
         return JSONResponse(build_score_list(ranking, with_documents=with_documents))
     version = "2" if path.startswith("/v2") else "1"
-    return JSONResponse(build_body(ranking, model.name, version, with_documents=with_documents))
+    return JSONResponse(build_body(ranking, name, version, with_documents=with_documents))
 
 
 def build_score_list(ranking: Reranking, *, with_documents: bool) -> list[dict[str, Any]]:

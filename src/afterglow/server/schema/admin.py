@@ -53,7 +53,7 @@ class ClearRequest(StrictModel):
 
 class SamplingDefault(StrictModel):
     value: float
-    source: SamplingSource
+    source: SamplingSource | Literal["created model"]
 
 
 class LoadModelRequest(StrictModel):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import pydantic
 
 from afterglow.chat.content import Attachment, build_audio_uri, join_content
-from afterglow.chat.messages import Message, ToolCall
+from afterglow.chat.messages import Message, ToolCall, locate_attachments
 from afterglow.chat.tools.tool import Tool, build_tool
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.logs import get_record
@@ -299,6 +299,14 @@ def parse_max_tokens(max_tokens: int | None) -> int | None:
 def dump_fields(value: Any) -> Any:
     """Convert a part of a body to dictionaries."""
     return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, pydantic.BaseModel) else value
+
+
+def build_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Convert the messages of a body."""
+    return [
+        locate_attachments(build_message(message), f"messages[{index}].content")
+        for index, message in enumerate(messages)
+    ]
 
 
 def build_message(body: ChatMessage) -> Message:
