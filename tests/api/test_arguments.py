@@ -185,3 +185,8 @@ def test_unpaired_surrogates_in_grammars_and_messages_are_refused(model: Any) ->
             model.chat("abc", response_format=value)
     with pytest.raises(AfterglowError, match="an unpaired surrogate"):
         model.chat("abc\ud800")
+
+
+def test_variables_of_the_template_that_are_not_json_are_refused(model: Any) -> None:
+    with pytest.raises(InvalidArgument, match="`chat_template_kwargs` must be values of JSON"):
+        model.chat("abc", chat_template_kwargs={"path": Path("x")})
