@@ -13,7 +13,7 @@ import pytest
 import afterglow
 from afterglow import Conversation, Message, ToolCall
 from afterglow.agents.execution import call_tool
-from afterglow.errors import InvalidArgument
+from afterglow.errors import AfterglowError, InvalidArgument
 from afterglow.testing import models
 from afterglow.testing.script import script_answers, write_call
 
@@ -152,3 +152,41 @@ def test_a_tool_that_raises_is_logged_with_its_traceback(model: Any, caplog: pyt
         wrong = ToolCall(id="1", name="fail", arguments='{"file": "x"}')  # the model's mistake, not the tool's
         assert call_tool(conversation.tools[0], wrong).startswith("error: ")
         assert caplog.records[-1].levelname == "INFO"
+
+
+@pytest.mark.parametrize(
+    ("salt", "message"), [("\ud800", "an unpaired surrogate"), (5, "`salt` must be"), (None, "`salt` must be")]
+)
+def test_a_salt_that_cannot_be_encoded_is_refused_everywhere(model: Any, salt: Any, message: str) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: model.complete("abc", salt=salt),
+        lambda: model.chat("abc", salt=salt),
+        lambda: model.apply_chat_template("abc", salt=salt),
+        lambda: model.explain("abc", salt=salt),
+        lambda: model.explain_miss("abc", salt=salt),
+        lambda: model.pin("abc", salt=salt),
+        lambda: model.unpin("abc", salt=salt),
+        lambda: model.score([20, 21, 22], salt=salt),
+        lambda: model.get_tree(salt=salt),
+        lambda: model.get_cache_contents(salt=salt),
+        lambda: model.find_prefix("x", salt=salt),
+        lambda: model.embed_texts(["abc"], salt=salt),
+        lambda: model.rerank("abc", ["abc"], salt=salt),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgument, match=message):
+            call()
+    assert model.complete("abc", max_tokens=1).text == "d"
+
+
+def test_unpaired_surrogates_in_grammars_and_messages_are_refused(model: Any) -> None:
+    for value in ({"type": "regex", "pattern": "\ud800"}, {"type": "grammar", "grammar": 'start: "\ud800"'}):
+        with pytest.raises(InvalidArgument, match="an unpaired surrogate"):
+            model.chat("abc", response_format=value)
+    with pytest.raises(AfterglowError, match="an unpaired surrogate"):
+        model.chat("abc\ud800")
+
+
+def test_variables_of_the_template_that_are_not_json_are_refused(model: Any) -> None:
+    with pytest.raises(InvalidArgument, match="`chat_template_kwargs` must be values of JSON"):
+        model.chat("abc", chat_template_kwargs={"path": Path("x")})

@@ -40,6 +40,7 @@ from afterglow.api.options import (
     RerankerKind,
     SamplingOptions,
     check_options,
+    check_salt,
     document_options,
     get_fields,
     select_options,
@@ -540,7 +541,7 @@ class Model(Closeable):
                 reasoning=checked["reasoning"],
                 chat_template_kwargs=checked["chat_template_kwargs"] or {},
                 replay=checked["replay"],
-                salt=salt,
+                salt=check_salt(salt),
                 breakpoints=breakpoints,
             ),
         )
@@ -744,7 +745,7 @@ class Model(Closeable):
             deadline=checked["deadline"],
             use_prefix_cache=checked["use_prefix_cache"],
             ignore_eos=checked["ignore_eos"],
-            salt=checked["salt"],
+            salt=check_salt(checked["salt"]),
             adapters=self._resolve_lora(checked["lora"]),
         )
 
@@ -811,7 +812,9 @@ class Model(Closeable):
         """
         seconds = math.inf if retention_seconds is None else check_float("retention_seconds", retention_seconds, 0)
         entries, adapters = self._build_entries(prompt)[0], self._resolve_lora(lora)
-        pin = functools.partial(cache.pin, entries=entries, salt=salt, retention_seconds=seconds, adapters=adapters)
+        pin = functools.partial(
+            cache.pin, entries=entries, salt=check_salt(salt), retention_seconds=seconds, adapters=adapters
+        )
         self._get_host().call_each(pin)
 
     def unpin(self, prompt: PromptInput, *, salt: str = "", lora: LoraInput = ()) -> bool:
@@ -821,7 +824,7 @@ class Model(Closeable):
         False
         """
         entries, adapters = self._build_entries(prompt)[0], self._resolve_lora(lora)
-        unpin = functools.partial(cache.unpin, entries=entries, salt=salt, adapters=adapters)
+        unpin = functools.partial(cache.unpin, entries=entries, salt=check_salt(salt), adapters=adapters)
         return any(self._get_host().call_each(unpin))
 
     def clear_cache(self, sequence: int | None = None) -> None:
@@ -851,7 +854,7 @@ class Model(Closeable):
         >>> max(sequence.tokens for sequence in model.get_cache_contents().sequences) >= 4
         True
         """
-        host = self._lifecycle.get_host()
+        host, salt = self._lifecycle.get_host(), check_salt(salt)
         return merge_contents(host.call_each(functools.partial(remote_calls.get_cache_contents, salt=salt)))
 
     @overload
@@ -873,7 +876,7 @@ class Model(Closeable):
         """
         check_integer("max_nodes", max_nodes, 1, 100_000)
         get_tree: Callable[[Engine], Future[PackedTree] | None] = functools.partial(
-            tree.get_tree, salt=salt, max_nodes=max_nodes, since=since
+            tree.get_tree, salt=check_salt(salt), max_nodes=max_nodes, since=since
         )
         packed: PackedTree | None = self._lifecycle.get_host().call(get_tree)  # type: ignore[arg-type]
         return None if packed is None else packed.unpack()
@@ -886,7 +889,9 @@ class Model(Closeable):
         >>> len(model.find_prefix(node.id).entries) == node.end
         True
         """
-        find: Callable[[Engine], Future[CachedPrefix | None]] = functools.partial(tree.find_prefix, id=id, salt=salt)
+        find: Callable[[Engine], Future[CachedPrefix | None]] = functools.partial(
+            tree.find_prefix, id=id, salt=check_salt(salt)
+        )
         return self._lifecycle.get_host().call(find)  # type: ignore[arg-type]
 
     def pin_prefix(self, prefix: CachedPrefix) -> None:
@@ -984,7 +989,7 @@ class Model(Closeable):
         requested = self._resolve_lora(lora)
         active, _ = resolve_adapters(requested, adapters, np.asarray(entries, dtype=np.int64))
         score = functools.partial(
-            score_text, tokens=entries, first=first, alternatives=alternatives, adapters=active, salt=salt
+            score_text, tokens=entries, first=first, alternatives=alternatives, adapters=active, salt=check_salt(salt)
         )
         host = self._get_host().select()
         with self._scoring_lock:
@@ -1077,7 +1082,7 @@ class Model(Closeable):
             cache=self._vectors,
             long_text=long_text,
             dimensions=dimensions,
-            salt=salt,
+            salt=check_salt(salt),
             cancel=cancel,
         )
 
@@ -1134,6 +1139,7 @@ class Model(Closeable):
         [0, 1]
         """
         kind = self.reranker_kind
+        check_salt(salt)
         if top_n is not None:
             check_integer("top_n", top_n, 1)
         if isinstance(documents, str) or not len(documents):

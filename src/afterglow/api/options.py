@@ -709,6 +709,19 @@ def select_options(declaration: type[OptionsT], options: Mapping[str, object]) -
     return cast(OptionsT, {name: value for name, value in options.items() if name in get_fields(names)})
 
 
+def check_salt(salt: str) -> str:
+    """Return a cache salt; raise `InvalidArgument` if it is no text, or cannot be encoded.
+
+    >>> check_salt("tenant")
+    'tenant'
+    """
+    if not isinstance(salt, str):
+        raise InvalidArgument("salt", f"must be text, not {salt!r}")
+    if any("\ud800" <= character <= "\udfff" for character in salt):
+        raise InvalidArgument("salt", "must not contain an unpaired surrogate")
+    return salt
+
+
 def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return a hint to the nearest known name.
 

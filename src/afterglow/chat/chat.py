@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -178,6 +179,10 @@ class Chat(Closeable):
         response_format = parse_response_format(options.response_format)
         if "messages" in options.chat_template_kwargs:
             raise InvalidArgument("chat_template_kwargs", "must not contain `messages`, which the chat has")
+        try:
+            json.dumps(dict(options.chat_template_kwargs))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument("chat_template_kwargs", f"must be values of JSON: {error}") from None
         chat_template_kwargs = {**reasoning.chat_template_kwargs, **options.chat_template_kwargs}
         definitions = [tool.definition for tool in tools]
         extracted, placeholders = extract_media(

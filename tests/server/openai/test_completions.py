@@ -12,6 +12,7 @@ from afterglow.errors import PromptTooLong
 from afterglow.server.installed import RequestDefaults
 from afterglow.server.openai.completions import fit_prompt
 from afterglow.server.openai.schema.completions import CompletionRequest
+from support.server_process import ServerProcess
 
 pytestmark = pytest.mark.native
 
@@ -44,3 +45,19 @@ def test_shift_of_an_infill_prompt_drops_only_the_start_of_the_text_before_the_g
     assert len(tokens) == 240
     with pytest.raises(PromptTooLong):
         fit_prompt(model, build_body(max_tokens=16, suffix="y" * 300), "ab", RequestDefaults())
+
+
+def test_offsets_count_the_characters_of_the_text_of_which_a_token_may_be_a_part(server: ServerProcess) -> None:
+    fields = {"echo": True, "logprobs": 0, "guided_choice": ["😀c"], "max_tokens": 5, "prompt": "aéb", "model": "tiny"}
+    [choice] = server.complete(**fields)["choices"]
+    assert choice["text"] == "aéb😀c"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 3, 3, 3, 3, 4]
+    events = server.collect_events("/v1/completions", fields)
+    tables = [event["choices"][0]["logprobs"] for event in events if event["choices"]]
+    assert [offset for table in tables if table for offset in table["text_offset"]] == [0, 1, 1, 2, 3, 3, 3, 3, 4]
+
+
+def test_offsets_of_a_stream_count_the_text_that_may_begin_a_stop_text(server: ServerProcess) -> None:
+    fields = {"logprobs": 0, "stop": ["efz"], "max_tokens": 5, "prompt": "abc", "model": "tiny", "temperature": 0}
+    tables = [event["choices"][0]["logprobs"] for event in server.collect_events("/v1/completions", fields)]
+    assert [offset for table in tables if table for offset in table["text_offset"]] == [0, 1, 2, 3, 4]

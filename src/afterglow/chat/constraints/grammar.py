@@ -196,4 +196,8 @@ def _unwrap_schema(value: Any, where: str) -> Any:
 def _check_text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise InvalidArgument(where, "must be non-empty text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(where, "must not contain an unpaired surrogate: no model can generate it") from None
     return value

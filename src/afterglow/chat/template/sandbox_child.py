@@ -169,8 +169,10 @@ def render(source: str, variables: dict[str, Any], now: datetime.datetime, separ
                 return {"error": f"it renders more than {MAX_OUTPUT_CHARACTERS:,} characters", "line": None}
             parts.append(part)
         text = "".join(parts)
-        text.encode()  # raises for an unpaired surrogate
+        text.encode()
         return {"text": text}
+    except UnicodeEncodeError:
+        return {"error": "the text contains an unpaired surrogate, a half of a character", "line": None}
     except jinja2.TemplateSyntaxError as error:
         return {"error": error.message or "syntax error", "line": error.lineno}
     except jinja2.TemplateError as error:

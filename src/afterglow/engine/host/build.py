@@ -27,7 +27,7 @@ from afterglow.engine.speculation.mtp.backend import MtpBackend, MtpDrafter
 from afterglow.engine.speculation.speculator import Drafter
 from afterglow.engine.types.adapters import Adapter
 from afterglow.engine.types.settings import MAX_DRAFT_TOKENS, EngineSettings
-from afterglow.errors import AfterglowError
+from afterglow.errors import AfterglowError, InvalidArgument
 from afterglow.llama.context import LlamaContext
 from afterglow.llama.gguf import probe
 from afterglow.llama.gguf.formats import SPLIT_FILE_NAME
@@ -130,6 +130,7 @@ def build_engine(
     `projector_error` is why there is no projector. `trust` loads a draft model without a trial. `step_costs` are known
     decode times; None calibrates.
     """
+    _check_grid(context, settings)
     drafters: list[Drafter] = []
     backend: LlamaBackend
     if draft == "mtp" and settings.speculation != "off":
@@ -161,6 +162,17 @@ def build_engine(
         for drafter in drafters:
             drafter.close()
         raise
+
+
+def _check_grid(context: LlamaContext, settings: EngineSettings) -> None:
+    """Raise `InvalidArgument` if a decode cannot compute a chunk of deterministic mode. That of a model with a sliding
+    window has one ubatch."""
+    rows, capacity = min(settings.grid, context.settings.cells), context.batch.capacity
+    if settings.deterministic and rows > capacity:
+        name = "ubatch" if context.memory.kind == "window" else "batch"
+        raise InvalidArgument(
+            name, f"must be at least {rows} in deterministic mode, the size of a chunk, not {capacity}"
+        )
 
 
 def measure_costs(engine: Engine, backend: LlamaBackend) -> None:

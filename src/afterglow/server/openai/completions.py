@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -166,7 +167,7 @@ class CompletionFormatter(ChunkFormatter):
         for index, response in enumerate(responses):
             echo, table = self._build_echo(index // self._choices_per_prompt)
             if table is not None:
-                self._add_logprobs(table, response.tokens, len(echo))
+                self._add_logprobs(table, response.tokens, CharacterCounter(len(echo)))
             text, logprobs = echo + response.text, dump_logprobs(table)
             choices.append({"index": index, "text": text, "logprobs": logprobs, **build_finish(response)})
         ends = {"usage": build_usage(self._generation), "timings": build_timings(responses[0].usage)}
@@ -176,10 +177,10 @@ class CompletionFormatter(ChunkFormatter):
     async def stream_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[bytes]:
         """Yield the events of the stream."""
         truncation = build_truncation(self._generation)
-        offsets = []
+        counters = []
         for index in range(len(self._prompts) * self._choices_per_prompt):
             echo, table = self._build_echo(index // self._choices_per_prompt)
-            offsets.append(len(echo))
+            counters.append(CharacterCounter(len(echo)))
             if echo or truncation:
                 yield self._format_chunk(index, {"text": echo}, logprobs=dump_logprobs(table), extra=truncation)
         async for index, delta in deltas:
@@ -189,11 +190,10 @@ class CompletionFormatter(ChunkFormatter):
             text = "".join(part.text for part in delta.parts if isinstance(part, TextDelta))
             table = None if self._body.logprobs is None else LogprobsTable()
             if table is not None and delta.token is not None:
-                self._add_logprobs(table, [delta.token], offsets[index])
+                self._add_logprobs(table, [delta.token], counters[index])
             if text or (table is not None and table.tokens):
                 extra.pop("prompt_progress", None)
                 yield self._format_chunk(index, {"text": text}, logprobs=dump_logprobs(table), extra=extra)
-            offsets[index] += len(text)
         for event in self._format_end({"text": ""}):
             yield event
 
@@ -216,24 +216,42 @@ class CompletionFormatter(ChunkFormatter):
         model, tokens = self._generation.model, self._prompts[prompt_index].tokens
         if table is not None:
             scores: list[TokenLogprob | None] = [None, *self._prompt_scores[prompt_index]]
-            offset = 0
+            counter = CharacterCounter()
             for token, score in zip(tokens, scores, strict=True):
-                piece = model.vocabulary.token_to_piece(token)
-                table.add(model, token, score, offset)
-                offset += len(piece.decode("utf-8", "replace"))
+                table.add(model, token, score, counter.count)
+                counter.feed(model.vocabulary.token_to_piece(token))
         return model.detokenize(tokens, special=True), table
 
-    def _add_logprobs(self, table: LogprobsTable, tokens: Sequence[Token], offset: int) -> None:
+    def _add_logprobs(self, table: LogprobsTable, tokens: Sequence[Token], counter: CharacterCounter) -> None:
         model = self._generation.model
         for token in tokens:
-            table.add(model, token.token, (token.logprob or 0.0, token.alternatives), offset)
-            offset += len(model.vocabulary.token_to_piece(token.token).decode("utf-8", "replace"))
+            table.add(model, token.token, (token.logprob or 0.0, token.alternatives), counter.count)
+            counter.feed(model.vocabulary.token_to_piece(token.token, special=False))
 
 
 def compute_mean_logprob(response: ChatResponse) -> float:
     """Return the mean log-probability of the tokens of a choice."""
     values = [token.logprob or 0.0 for token in response.tokens]
     return sum(values) / len(values) if values else 0.0
+
+
+class CharacterCounter:
+    """Counts the characters of a text by its tokens, which may be parts of characters.
+
+    >>> counter = CharacterCounter()
+    >>> counter.feed(b"\\xc3")
+    >>> counter.feed(b"\\xa9")
+    >>> counter.count
+    1
+    """
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, piece: bytes) -> None:
+        """Add the bytes of a token."""
+        self.count += len(self._decoder.decode(piece))
 
 
 class LogprobsTable:

@@ -48,6 +48,8 @@ SHAPES: dict[str, tuple[Any, list[Any], list[Any]]] = {  # schema, valid and inv
         ["a", "aaaa", "ba"],
     ),
     "pattern and values": ({"enum": ["a/b", "c"], "pattern": "/"}, ["a/b"], ["c", "/"]),
+    "values and length": ({"enum": ["a", "bcd", "e"], "minLength": 2, "maxLength": 4}, ["bcd"], ["a", "bc"]),
+    "pattern and true": ({**TEXT, "pattern": "^a$", "allOf": [True]}, ["a"], ["b"]),
     "nullable date": ({"anyOf": [{**TEXT, "format": "date"}, {"type": "null"}]}, ["2026-02-28", None], ["2026-02-30"]),
     "text or list": ({"anyOf": [TEXT, {"type": "array", "items": TEXT}]}, ["a", ["a", "b"]], []),
     "values of several types": ({"enum": ["a", 1, None, True]}, ["a", 1, None, True], ["b", 2, False]),
@@ -144,3 +146,12 @@ def test_anchors_inside_a_pattern_are_refused_by_name(family: str) -> None:
     built = CallGrammarBuilder(TOOL_FAMILIES[family], quote_literal).build_calls([replace(tool, strict=False)], False)
     assert accepts(built.grammars[0][1], write_call(family, "ac"))
     assert built.unenforced
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+@pytest.mark.parametrize("schema", [{"allOf": [{"type": "object"}, TEXT]}, {"const": "a", "minLength": 2}], ids=str)
+def test_a_property_without_any_value_is_refused_by_name(schema: dict[str, Any], family: str) -> None:
+    builder = CallGrammarBuilder(TOOL_FAMILIES[family], quote_literal)
+    with pytest.raises((UnsupportedOption, InvalidGrammar)):
+        builder.build_calls([build_tool(schema, strict=True)], False)
+    assert builder.build_calls([build_tool(schema)], False).unenforced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,17 +57,23 @@ class SchemaNode:
                 raise self.build_error(keyword, "cannot enforce it")
 
     def expand_choices(self) -> list[SchemaNode]:
-        """Return the alternatives of this schema, each of one type; follows references."""
+        """Return the alternatives of this schema that have values, each of one type; follows references."""
+        choices = [choice for choice in self._list_choices() if choice.allowed_types and choice.allowed_values != []]
+        if not choices:
+            raise UnsupportedOption(self.where, "no value matches its schema")
+        return choices
+
+    def _list_choices(self) -> list[SchemaNode]:
         schema = self.schema
         if "anyOf" in schema:
             self.check_keywords(frozenset({"anyOf"}))
-            return [node for choice in schema["anyOf"] for node in self.create_child(choice).expand_choices()]
+            return [node for choice in schema["anyOf"] for node in self.create_child(choice)._list_choices()]
         if "$ref" in schema:
             if self.references_left == 0:
                 raise self.build_error("$ref", "cannot enforce recursion")
             self.check_keywords(frozenset({"$ref"}))
             target = build_resolver(self.root)(dict(schema))
-            return replace(self, schema=target, references_left=self.references_left - 1).expand_choices()
+            return replace(self, schema=target, references_left=self.references_left - 1)._list_choices()
         types = schema.get("type")
         if isinstance(types, list):
             return [self.create_child({**schema, "type": json_type}) for json_type in types]
@@ -87,11 +94,11 @@ class SchemaNode:
 
     @property
     def allowed_values(self) -> list[Any] | None:
-        """Values listed by `const` or `enum`; None if the schema lists none."""
-        if "const" in self.schema:
-            return [self.schema["const"]]
-        values: list[Any] | None = self.schema.get("enum")
-        return values
+        """Values listed by `const` or `enum`, without texts of other lengths; None if the schema lists none."""
+        schema = self.schema
+        values: list[Any] | None = [schema["const"]] if "const" in schema else schema.get("enum")
+        low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
+        return values and [value for value in values if not isinstance(value, str) or low <= len(value) <= high]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +168,8 @@ def iter_expressions(node: SchemaNode) -> Iterator[str]:
     """Yield expressions that all match the whole text of a string schema; none if it has only `STRING_KEYWORDS`."""
     if node.has_only(STRING_KEYWORDS):
         return
-    for conjunct in list_conjuncts(node.schema, build_resolver(node.root)):
+    conjuncts = list_conjuncts(node.schema, build_resolver(node.root))
+    for conjunct in (conjunct for conjunct in conjuncts if isinstance(conjunct, dict)):
         part = node.create_child(conjunct)
         part.check_keywords(STRING_KEYWORDS | {"pattern", "format", "allOf", "$ref"})
         patterns = {keyword: conjunct.get(keyword) for keyword in ("pattern", "format")}
