@@ -76,6 +76,17 @@ def test_a_request_passes_through_its_states():
     assert types == ["progress", "plan", "progress", "first_token", "finished"]
 
 
+def test_the_plan_of_the_first_choice_is_recorded_after_the_first_token_of_another_one():
+    ring = EventRing()
+    request = start(RequestHistory(ring), "one")
+    request.record_token()
+    request.record_progress(PrefillProgress("7", 80, 100, prompt_tokens=100, cached_tokens=80, plan=PLAN))
+    request.record_reason("because")
+    assert request.state == "decoding"
+    *_, plan = read(ring, "", 0)
+    assert (plan["type"], plan["reused"], plan["computed"], plan["tier"]) == ("plan", 80, 20, "disk")
+
+
 def test_an_error_and_a_cancel_are_different_ends():
     history = RequestHistory(EventRing())
     failed, cancelled = start(history, "one"), start(history, "two")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from afterglow.errors import InvalidArgument
-from afterglow.server.serve import bind
+from afterglow.server.serve import RESET_ON_CLOSE, Connection, bind
 from afterglow.server.settings import ServerSettings
 from afterglow.testing import models
 from support.server_process import run_server, wait_until
@@ -67,6 +70,34 @@ def test_an_address_that_cannot_be_used_is_a_typed_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "socket", refuse)
     with pytest.raises(InvalidArgument, match="no more sockets"):
         bind(ServerSettings(port=0))
+
+
+def test_an_idle_connection_that_its_client_resets_leaves_no_timer() -> None:
+    errors: list[dict[str, Any]] = []
+
+    async def respond(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def reset_after_response() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: errors.append(context))
+        config = uvicorn.Config(respond, lifespan="off", log_config=None, timeout_keep_alive=1)
+        config.load()
+        options = {"config": config, "server_state": uvicorn.server.ServerState(), "app_state": {}}
+        server = await loop.create_server(
+            lambda: Connection(stall_seconds=60, on_stall=lambda: None, **options), "127.0.0.1", 0
+        )
+        with socket.create_connection(server.sockets[0].getsockname()) as client:
+            client.setblocking(False)
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200 OK" in await loop.sock_recv(client, 1000)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+        await asyncio.sleep(1.5)  # the timer ends after a second
+        server.close()
+
+    asyncio.run(reset_after_response())
+    assert not errors
 
 
 def test_a_killed_server_leaves_no_engine_process() -> None:

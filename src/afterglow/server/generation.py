@@ -156,7 +156,7 @@ class Generation:
     def _record_progress(self, progress: PrefillProgress) -> None:
         """Record the progress of the first choice. The first one comes with the plan, which is explained as text."""
         self._tracked.record_progress(progress)
-        if (plan := progress.plan) is not None and self._explanation is None:
+        if (plan := self._tracked.plan) is not None and self._explanation is None:
             entries = self.prompts[0].request.entries
             self._explanation = asyncio.ensure_future(
                 explain_plan(self._state, self.model, self._tracked, plan, entries)

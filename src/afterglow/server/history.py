@@ -124,13 +124,15 @@ class TrackedRequest:
 
     def record_progress(self, progress: PrefillProgress) -> None:
         """Record the progress of the prefill, of which the first one comes with the plan."""
-        if not self.is_live or self.state == "decoding":
+        if not self.is_live:
+            return
+        if (plan := progress.plan) is not None:
+            self.plan, self.tier, self.seconds_saved = plan, plan.tier, plan.seconds_saved
+            self.prompt_tokens, self.cached_tokens = progress.prompt_tokens, progress.cached_tokens
+        if self.state == "decoding":  # another choice was faster
             return
         if self.state == "queued":
             self.state, self._planned_at = "prefill", time.monotonic()
-            self.prompt_tokens, self.cached_tokens = progress.prompt_tokens, progress.cached_tokens
-            if (plan := progress.plan) is not None:
-                self.plan, self.tier, self.seconds_saved = plan, plan.tier, plan.seconds_saved
         # In tokens: an image is one entry and many tokens.
         self.prefill_done = round(progress.share * self.prompt_tokens)
         self.report("progress", done=self.prefill_done, total=self.prompt_tokens)

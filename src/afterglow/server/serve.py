@@ -70,8 +70,9 @@ class Connection(HttpToolsProtocol):
             self._watch_progress()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called when the connection is closed."""
+        """Called when the connection is closed. uvicorn's timer of idle connections survives a reset by the client."""
         self._stop_watching()
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def _watch_progress(self) -> None:

@@ -172,6 +172,20 @@ def test_invalid_lines_go_to_the_error_file_with_their_numbers_and_the_others_ru
     assert errors[-1]["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
+def test_the_error_of_a_line_has_its_custom_id_whatever_else_is_wrong(batch_server: ServerProcess):
+    client = batch_server.client()
+    lines = [{"custom_id": "no body"}, {**build_line("more"), "timeout": 3}, {**build_line("text"), "body": "x"}]
+    batch = wait_for_end(client, start_batch(client, [*lines, build_line("more")]).id)
+    results = read_results(client, batch.error_file_id)
+    codes = [(result["custom_id"], result["error"]["code"]) for result in results]
+    assert codes == [
+        ("no body", "missing_required_parameter"),
+        ("more", "unknown_parameter"),
+        ("text", "invalid_value"),
+        ("more", "duplicate_custom_id"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("lines", "code"), [([], "empty_file"), (["{}"] * 601, "too_many_lines"), (["{}"], "missing_required_parameter")]
 )

@@ -77,3 +77,12 @@ def test_every_field_of_llama_server_is_declared() -> None:
     declared = {field.alias or name for name, field in LlamaCompletionRequest.model_fields.items()}
     assert len(documented) > 50
     assert documented - declared == set()
+
+
+@pytest.mark.parametrize("name", ["n_predict", "max_tokens", "top_k", "seed", "id_slot", "n_probs", "mirostat"])
+def test_an_integer_may_be_written_as_a_float(name: str) -> None:
+    value = getattr(LlamaCompletionRequest.model_validate({"prompt": "a", name: 2.0, "temperature": 1.0}), name)
+    assert (value, type(value)) == (2, int)
+    for other in (2.5, "2"):
+        with pytest.raises(pydantic.ValidationError):
+            LlamaCompletionRequest.model_validate({"prompt": "a", name: other})

@@ -86,6 +86,14 @@ def test_a_busy_slot_describes_its_request(server: ServerProcess) -> None:
     assert server.post("/props", {}).status_code == 501
 
 
+def test_a_model_that_only_computes_embeddings_has_slots(server: ServerProcess) -> None:
+    slots = server.http.get("/slots", params={"model": "vectors"}).json()
+    assert [(slot["id"], slot["is_processing"], slot["speculative"]) for slot in slots] == [
+        (number, False, False) for number in range(len(slots))
+    ]
+    assert slots
+
+
 def test_a_model_without_adapters_lists_none_and_refuses_others(server: ServerProcess) -> None:
     assert server.http.get("/lora-adapters", params={"model": "tiny"}).json() == []
     response = server.post("/lora-adapters?model=tiny", [{"id": 0, "scale": 0.5}])

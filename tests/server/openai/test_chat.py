@@ -106,6 +106,12 @@ def test_a_required_tool_call_conforms_to_its_schema(server: ServerProcess) -> N
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("type", [[], {}, [None], {"type": "function"}, 1, None])
+def test_a_tool_whose_type_is_no_text_is_refused_with_its_position(server: ServerProcess, type: Any) -> None:
+    body = server.chat(tools=[PICK_TOOL, {**PICK_TOOL, "type": type}])
+    assert (body["status"], body["error"]["param"]) == (400, "tools[1]")
+
+
 def test_tool_results_are_part_of_the_prompt(server: ServerProcess) -> None:
     calls = [{"id": "call_1", "type": "function", "function": {"name": "pick", "arguments": '{"letter": "a"}'}}]
     messages = [

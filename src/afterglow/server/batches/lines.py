@@ -17,6 +17,7 @@ from afterglow.server.openai.schema.embeddings import EmbeddingRequest
 from afterglow.server.openai.schema.responses import ResponseRequest
 from afterglow.server.schema.base import JsonObject, StrictModel
 
+MAX_CUSTOM_ID_LENGTH = 512
 ENDPOINTS: dict[str, type[StrictModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -49,7 +50,7 @@ class InvalidLine:
 class BatchItem(StrictModel):
     """Fields of a line."""
 
-    custom_id: str = pydantic.Field(min_length=1, max_length=512)
+    custom_id: str = pydantic.Field(min_length=1, max_length=MAX_CUSTOM_ID_LENGTH)
     method: str = "POST"
     url: str | None = None
     body: JsonObject
@@ -71,25 +72,46 @@ def parse_lines(source: BinaryIO, endpoint: str, *, refuses_hints: bool = False)
             continue
         custom_id = None
         try:
-            item = parse_item(content)
-            custom_id = item.custom_id
+            fields = parse_json(content)
+            custom_id = get_custom_id(fields)
             if custom_id in seen:
                 message = f"`custom_id` is {custom_id[:80]!r}, which line {seen[custom_id]} has already"
                 raise invalid_request_error("custom_id", message, "duplicate_custom_id")
-            seen[custom_id] = number
+            if custom_id is not None:
+                seen[custom_id] = number
+            item = check_fields(fields)
             url = check_item(item, endpoint, refuses_hints=refuses_hints)
         except APIError as error:
             yield InvalidLine(number, custom_id, error)
             continue
-        yield BatchLine(number, custom_id, url, item.body.get("model"), start, len(content))
+        yield BatchLine(number, item.custom_id, url, item.body.get("model"), start, len(content))
 
 
 def parse_item(content: bytes) -> BatchItem:
     """Parse a line. Raises `APIError` if it is no JSON object with the fields of a line."""
+    return check_fields(parse_json(content))
+
+
+def parse_json(content: bytes) -> Any:
+    """Parse the JSON of a line. Raises `APIError` if it is none."""
     try:
-        fields = from_json(content, allow_inf_nan=False)
+        return from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise APIError(400, f"the line is not JSON: {error}", code="invalid_json") from None
+
+
+def get_custom_id(fields: Any) -> str | None:
+    """Return the id of a line, whose other fields may be invalid; None if it has no valid one.
+
+    >>> [get_custom_id(fields) for fields in ({"custom_id": "a", "body": 1}, {"custom_id": 1}, [])]
+    ['a', None, None]
+    """
+    custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
+    return custom_id if isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID_LENGTH else None
+
+
+def check_fields(fields: Any) -> BatchItem:
+    """Return a parsed line. Raises `APIError` if it has not the fields of a line."""
     try:
         return BatchItem.model_validate(fields)
     except pydantic.ValidationError as error:

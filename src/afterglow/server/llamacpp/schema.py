@@ -13,6 +13,7 @@ from afterglow.server.schema.base import (
     KeepAliveField,
     OptionalModel,
     StrictModel,
+    convert_integral_floats,
     hint,
     same_as,
     supports_only,
@@ -115,6 +116,11 @@ class LlamaGenerationFields(SamplingFields):
     continue_final_message: bool | None = supports_only(False, reason="use /v1/chat/completions")
     verbose: bool | None = hint("every result has the prompt", False)
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _convert_integral_floats(cls, values: Any) -> Any:
+        return convert_integral_floats(values)
+
     @pydantic.field_validator("temperature", mode="before")
     @classmethod
     def _convert_negative_temperature(cls, value: Any) -> Any:
@@ -159,6 +165,11 @@ class LlamaEmbeddingRequest(StrictModel):
         description="Norm of the vectors: 0 maximum, 1 taxicab, 2 Euclidean (default), p: p-norm.",
     )
     encoding_format: Literal["float", "base64"] | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _convert_integral_floats(cls, values: Any) -> Any:
+        return convert_integral_floats(values)
 
 
 class LoraAdapterItem(StrictModel):

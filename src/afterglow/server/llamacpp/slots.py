@@ -35,7 +35,7 @@ def build_router(state: ServerState) -> APIRouter:
     ) -> list[dict[str, Any]]:
         if not state.settings.slots:
             raise not_supported_error("slots are not served: start the server without --no-slots")
-        salt, served = get_tenant_salt(request), await state.get_generating_model(model)
+        salt, served = get_tenant_salt(request), await state.get_model(model)
         slots = await state.run_engine_call(served.name, lambda: build_slots(served, salt))
         if fail_on_no_slot and all(slot["is_processing"] for slot in slots):
             raise APIError(503, "no slot is idle", error_type="server_error", code="no_slot", retry_after=1)

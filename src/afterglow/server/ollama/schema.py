@@ -14,6 +14,7 @@ from afterglow.server.schema.base import (
     KeepAliveField,
     NameField,
     StrictModel,
+    convert_integral_floats,
     get_rule,
     hint,
     supports_only,
@@ -111,13 +112,7 @@ class OllamaOptions(SamplingFields):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _convert_integral_floats(cls, values: Any) -> Any:
-        """Convert 2048.0 to 2048, as Ollama does: some languages have no integers. Floats accept integers, too."""
-        if not isinstance(values, dict):
-            return values
-        return {
-            name: int(value) if isinstance(value, float) and value.is_integer() else value
-            for name, value in values.items()
-        }
+        return convert_integral_floats(values)
 
     @pydantic.field_validator(*SWITCHED_OFF, mode="before")
     @classmethod

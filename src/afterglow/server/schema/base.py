@@ -76,6 +76,19 @@ class StrictModel(pydantic.BaseModel):
         return self
 
 
+def convert_integral_floats(values: Any) -> Any:
+    """Convert 2048.0 to 2048 in the fields of a body: some languages have no integers. Floats accept integers, too.
+
+    >>> convert_integral_floats({"n_predict": 4.0, "temperature": 0.5})
+    {'n_predict': 4, 'temperature': 0.5}
+    """
+    if not isinstance(values, dict):
+        return values
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in values.items()
+    }
+
+
 def get_rule(field: pydantic.fields.FieldInfo) -> dict[str, Any] | None:
     """Return the rule of a field that is a hint, restricted, or another name of a field."""
     extra = field.json_schema_extra

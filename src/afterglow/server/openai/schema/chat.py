@@ -163,8 +163,8 @@ class ChatServerTool(StrictModel):
 
 
 def _get_tool_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "server tool" if kind in SERVER_TOOL_TYPES else str(kind)
+    kind = str(value.get("type") if isinstance(value, dict) else getattr(value, "type", None))
+    return "server tool" if kind in SERVER_TOOL_TYPES else kind
 
 
 AnyTool: TypeAlias = Annotated[
