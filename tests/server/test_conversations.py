@@ -127,13 +127,16 @@ def test_an_export_is_imported_whole_or_not_at_all() -> None:
         assert len(database.list_all("")) == 2
 
 
-def test_a_damaged_file_is_reported_and_not_deleted(tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_and_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Clients learn the reason, and only the log names the file."""
     path = tmp_path / "conversations.sqlite3"
     path.write_bytes(b"not a database" * 100)
     with (
         open_database(path) as database,
-        pytest.raises(APIError, match="move the file away if it is damaged") as caught,
+        pytest.raises(APIError, match=r"not a database.*away if it is damaged") as caught,
     ):
         database.list_all("")
     assert caught.value.status == 503
+    assert str(tmp_path) not in str(caught.value)
+    assert f"conversations in {path} cannot be used" in caplog.text
     assert path.read_bytes() == b"not a database" * 100

@@ -20,6 +20,7 @@ from afterglow.closeable import Closeable
 from afterglow.database import Database
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.limits import check_limit
+from afterglow.server.logs import logger
 from afterglow.server.settings import ServerSettings
 
 MESSAGE_BYTES = 128  # of a message, beside its text
@@ -195,9 +196,10 @@ class ConversationDatabase(Closeable):
             with self._database.transaction() as connection:
                 yield connection
         except (sqlite3.Error, OSError) as error:
-            path = self._database.path
-            message = f"the conversations ({'in memory' if path is None else path}) cannot be used: {error}"
-            advice = "free some space, or move the file away if it is damaged"
+            logger.error("the conversations in %s cannot be used: %s", self._database.path or "memory", error)
+            reason = error.strerror if isinstance(error, OSError) else error  # clients do not learn where files are
+            message = f"the conversations cannot be used: {reason}"
+            advice = "free some space, or move the file that the server's log names away if it is damaged"
             raise APIError(
                 503, f"{message}; {advice}", error_type="server_error", code="conversations_unavailable"
             ) from error
