@@ -102,6 +102,8 @@ def test_the_model_is_optional_on_every_route_if_one_model_is_served() -> None:
             assert "x-afterglow-ignored" not in response.headers
             other = server.post(path, {**body, "model": "claude-fable-9"})
             assert (other.status_code, other.headers["x-afterglow-ignored"]) == (200, "model")
+        for path in ("/props", "/slots", "/lora-adapters"):
+            assert server.http.get(path, params={"model": "claude-fable-9"}).status_code == 200, path
         assert server.http.get("/v1/models/claude-fable-9").status_code == 404
         events = server.collect_events("/v1/completions", BODIES["/v1/completions"])
         assert {event["model"] for event in events} == {"tiny"}

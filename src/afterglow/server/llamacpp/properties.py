@@ -29,7 +29,8 @@ def build_router(state: ServerState) -> APIRouter:
 
     @router.get("/props", summary="llama-server: properties of a model and of the server")
     async def get_properties(model: str | None = None) -> dict[str, Any]:
-        return build_properties(state, await state.get_slot(model))
+        await state.add_named_model(model)
+        return build_properties(state, state.models.get_requested_slot(model))
 
     @router.post("/props", include_in_schema=False)
     async def set_properties(request: fastapi.Request) -> None:
