@@ -144,7 +144,7 @@ SCORED_ROWS = 32  # of one decode
 class Scorer:
     """Scores texts on an engine, and counts the rows that it computes."""
 
-    def __init__(self, kind: str, **settings: bool) -> None:
+    def __init__(self, kind: str, **settings: int) -> None:
         self.engine: Engine = EngineSpec(
             path=models.get_path(kind),
             context_settings=ContextSettings(cells=1024, sequences=2, batch=SCORED_ROWS, ubatch=32, threads=1),
@@ -258,7 +258,7 @@ def test_a_failed_decode_leaves_no_part_of_its_text(scorer: Scorer, monkeypatch:
 @pytest.mark.native
 @pytest.mark.parametrize("kind", MEMORIES)
 def test_in_deterministic_mode_scores_do_not_depend_on_the_text_before(kind: str):
-    scorer = Scorer(kind, deterministic=True)
+    scorer = Scorer(kind, deterministic=True, grid=SCORED_ROWS)
     try:
         expected = scorer([*PREFIX, 5, 6])
         scorer([*PREFIX, 7])
