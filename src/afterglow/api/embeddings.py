@@ -77,7 +77,7 @@ class VectorCache:
             return [self._vectors.get(key) for key in keys]
 
     def add(self, key: VectorKey, vector: NDArray[np.float32]) -> None:
-        """Keep a vector, and remove those that were not used for longest."""
+        """Keep a vector, and evict the least recently used ones."""
         with self._lock:
             if key in self._vectors:
                 return
