@@ -19,6 +19,8 @@ pytestmark = pytest.mark.native
 MESSAGES: list[Any] = [{"role": "user", "content": "the thing and the other thing"}]
 STYLE = [{"name": "style", "scale": 0.8}]
 SETTINGS = """
+[server]
+aliases = ["gpt-*=small"]
 [models.small]
 model = "{model}"
 context = 1024
@@ -163,6 +165,28 @@ def test_every_api_applies_the_adapters(adapter_server, client):
             expected = ask("small", lora=STYLE)
             assert ask("small+style@0.8") == expected, ask
             assert ask("small") != expected, ask
+
+
+def test_aliases_and_created_models_have_the_adapters_of_their_model(adapter_server, client):
+    ollama_client = ollama.Client(host=adapter_server.url, timeout=240)
+
+    def ask(model: str) -> tuple[str, str]:
+        made = ollama_client.chat(model, MESSAGES, options={"num_predict": 8, "temperature": 0, "ignore_eos": True})
+        return chat(client, model), made.message.content or ""
+
+    with ollama_client._client:
+        ollama_client.create("made", from_="gpt-9", parameters={"top_k": 7})
+        try:
+            assert ask("gpt-9") == ask("made") == ask("small")
+            expected = ask("small+style@0.8")
+            assert expected != ask("small")
+            for name in ("gpt-9+style@0.8", "made+style@0.8", "made:latest+style@0.8"):
+                assert ask(name) == expected, name
+            assert ollama_client.show("gpt-9").modelinfo == ollama_client.show("small").modelinfo
+            with pytest.raises(ollama.ResponseError, match="'styel' is not an adapter of 'small'"):
+                ollama_client.chat("made+styel", MESSAGES)
+        finally:
+            ollama_client.delete("made")
 
 
 def test_cached_state_never_crosses_adapters(adapter_server):

@@ -521,6 +521,10 @@ class ModelRegistry(Closeable):
         found = find_name(name, slots)
         return None if found is None else slots[found]
 
+    def find_aliased_slot(self, name: str) -> ModelSlot | None:
+        """Return the slot of the model that a name is an alias of."""
+        return next((self.slots[model] for pattern, model in self._aliases if fnmatchcase(name, pattern)), None)
+
     def split_name(self, name: str | None) -> tuple[str | None, str]:
         """Split the requested name of a model into that of a served model and its adapters, e.g. `+style@0.8`.
 
@@ -571,7 +575,7 @@ class ModelRegistry(Closeable):
             return slot, None
         if (variant := self.find_variant(name)) is not None:
             return self.find_slot(variant.source), variant
-        return next((self.slots[model] for pattern, model in self._aliases if fnmatchcase(name, pattern)), None), None
+        return self.find_aliased_slot(name), None
 
     # --- installed models
 

@@ -94,21 +94,24 @@ class ModelLibrary:
         return self._state.models.get_slot(None).name if name is None else name
 
     def find(self, name: str) -> LibraryModel:
-        """Return a model by name; raise `ModelNotFound` if there is none. Blocking."""
+        """Return a model by name or alias; raise `ModelNotFound` if there is none. Blocking."""
         created = None if self._find_slot(name) else self.created_models.find(name)
-        found = self._find_slot(created.source) if created else self._find_slot(name)
-        found = found or find_installed(created.source if created else name)
+        source = created.source if created else name
+        found = self._find_slot(source) or self._find_aliased_slot(source) or find_installed(source)
         if found is None:
             names = ", ".join(model.name for model in self.list_all())
             missing = f"{name} is made from {created.source}, which" if created else "it"
             raise ModelNotFound(name[:200], f"{missing} is not on this machine; models: {names or 'none'}")
         return found if created is None else replace(found, name=created.name, created=created)
 
+    def names_file(self, name: str) -> bool:
+        """Return whether a name is that of a served or an installed model. Blocking."""
+        return self._find_slot(name) is not None or find_installed(name) is not None
+
     def split_adapters(self, name: str) -> tuple[str, str]:
         """Split the name of a served model and its adapters, e.g. `small+style@0.8`, into `small` and `+style@0.8`."""
-        base, plus, adapters = name.partition("+")
-        has_adapters = bool(plus) and self._find_slot(base) is not None
-        return (base, plus + adapters.removesuffix(DEFAULT_TAG)) if has_adapters else (name, "")
+        base, adapters = self._state.models.split_name(name)
+        return base or name, adapters.removesuffix(DEFAULT_TAG)
 
     def list_all(self) -> list[LibraryModel]:
         """List all models by name: served ones first, then created and installed ones. Blocking."""
@@ -132,6 +135,10 @@ class ModelLibrary:
 
     def _find_slot(self, name: str) -> LibraryModel | None:
         slot = self._state.models.find_slot(name)
+        return None if slot is None else describe_slot(slot)
+
+    def _find_aliased_slot(self, name: str) -> LibraryModel | None:
+        slot = self._state.models.find_aliased_slot(name)
         return None if slot is None else describe_slot(slot)
 
     async def get_slot(self, name: str) -> tuple[LibraryModel, ModelSlot]:

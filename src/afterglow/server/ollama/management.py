@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -357,9 +356,8 @@ def copy_model(library: ModelLibrary, source: str, destination: str) -> None:
 def make_copy(library: ModelLibrary, source: str, name: str) -> CreatedModel:
     """Return a model with the settings of another one; raise status 400 if the name is that of a model file."""
     found = library.find(source)
-    with contextlib.suppress(ModelNotFound):
-        if library.find(name).created is None:
-            raise invalid_request_error("model", f"{name!r} is the name of a model file: choose another name")
+    if library.names_file(name):
+        raise invalid_request_error("model", f"{name!r} is the name of a model file: choose another name")
     base = found.created or CreatedModel(name=add_tag(name), source=found.slot.name if found.slot else found.name)
     return base.model_copy(update={"name": add_tag(name), "modified": time.time()})
 
