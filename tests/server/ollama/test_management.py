@@ -650,6 +650,20 @@ def test_copies_and_deletion(client: ollama.Client, folder: Path) -> None:
 
 
 @pytest.mark.native
+def test_a_model_file_that_created_models_use_is_not_deleted(client: ollama.Client, folder: Path) -> None:
+    path = Path(shutil.copy(models.get_path("successor-attention"), folder / "models" / "shared.gguf"))
+    for name in ("user-a", "user-b"):
+        client.create(name, from_="shared.gguf", parameters={"num_predict": 2, "temperature": 0})
+    with pytest.raises(ollama.ResponseError, match="delete user-a:latest, user-b:latest first") as refused:
+        client.delete("shared.gguf")
+    assert (refused.value.status_code, path.exists()) == (409, True)
+    assert client.chat("user-a", MESSAGES).message.content == CYCLE[:2]
+    for name in ("user-a", "user-b", "shared.gguf"):
+        assert client.delete(name).status == "success"
+    assert not path.exists()
+
+
+@pytest.mark.native
 def test_what_cannot_be_changed_is_refused(client: ollama.Client, machine: ServerProcess) -> None:
     for change, reason in (
         (lambda: client.delete("tiny"), "command line"),

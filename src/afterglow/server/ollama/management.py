@@ -371,6 +371,10 @@ def delete_model(state: ServerState, library: ModelLibrary, name: str) -> None:
     if model.installed is None:
         message = f"{name!r} is served by the command line of this server: stop the server, then `afterglow rm` it"
         raise APIError(409, message, param="model", code="model_in_use")
+    users = [other.name for other in library.list_all() if other.created and other.path == model.path]
+    if users:
+        message = f"the file of {name!r} is used by models that were created from it: delete {', '.join(users)} first"
+        raise APIError(409, message, param="model", code="model_in_use")
     if model.slot is not None:
         state.models.remove(model.slot)
     registry.remove(model.installed.name)
