@@ -287,6 +287,23 @@ ZOD: dict[str, tuple[Any, Any, Any]] = {
 }
 
 OPENAPI: dict[str, tuple[Any, Any, Any]] = {
+    "components": (
+        {
+            "$ref": "#/components/schemas/Person",
+            "components": {
+                "schemas": {
+                    "Person": {
+                        "type": "object",
+                        "properties": {"tags": {"$ref": "#/components/schemas/Tags"}},
+                        "required": ["tags"],
+                    },
+                    "Tags": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+                }
+            },
+        },
+        {"tags": [1, 2]},
+        {"tags": [1, 1]},
+    ),
     "int32": ({"type": "integer", "format": "int32"}, 2**31 - 1, 1.5),
     "int64": ({"type": "integer", "format": "int64"}, 2**53, "1"),
     "float": ({"type": "number", "format": "float"}, 1.5, "1"),
@@ -775,6 +792,21 @@ def test_a_reference_beside_an_id_is_resolved_as_its_draft_says() -> None:
         assert is_valid(right, document)
         assert not accepts(grammar, json.dumps(wrong))
         assert not is_valid(wrong, document)
+
+
+def test_a_schema_below_an_unknown_keyword_is_checked_if_it_is_referred_to() -> None:
+    components = {"A": {"type": "string", "maxLenght": 2}, "B": {"type": "string"}}
+    assert accepts(build_json_schema_grammar({"$ref": "#/components/B", "components": components}), '"abc"')
+    with pytest.raises(UnsupportedOption, match="did you mean `maxLength`") as caught:
+        build_json_schema_grammar({"$ref": "#/components/A", "components": components})
+    assert caught.value.name == "json_schema.components.A.maxLenght"
+
+
+def test_an_unknown_anchor_is_an_error() -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#nothing"}}}
+    with pytest.raises(UnsupportedOption, match="#nothing does not refer to a schema of this document") as caught:
+        build_json_schema_grammar(schema)
+    assert caught.value.name == "json_schema.properties.a.$ref"
 
 
 # --- one path: response formats, tools and strict tools

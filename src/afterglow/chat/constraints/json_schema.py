@@ -48,6 +48,7 @@ SCHEMA_KEYWORDS = frozenset(  # one schema
 SCHEMA_LIST_KEYWORDS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})  # a list of schemas
 DEFINITION_KEYWORDS = frozenset({"$defs", "definitions"})
 SCHEMA_MAP_KEYWORDS = frozenset({"properties", "patternProperties", *DEFINITION_KEYWORDS})  # schemas by name
+VALUE_KEYWORDS = frozenset({"enum", "const", "default", "examples"})  # no schemas
 COUNT_KEYWORDS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 BOUND_KEYWORDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 APPLICATOR_KEYWORDS = frozenset({*IN_PLACE_KEYWORDS, "$ref"})
@@ -195,7 +196,10 @@ class SchemaRewriter:
         self._pending_definitions: list[tuple[str, dict[str, Any], bool]] = []
         self._mentions_unique_items = False
         self._resolved_references = 0
+        self._references: list[dict[str, Any]] = []  # schemas with `$ref`
         self._collect(root, where, "", 0)
+        for schema in self._references:  # it grows with what is collected
+            self._collect_target(schema)
 
     def rewrite_root(self) -> JsonSchema:
         result = self._rewrite(self._root, self._where)
@@ -220,6 +224,7 @@ class SchemaRewriter:
         base = self._record_names(schema, base if depth else "")
         self._bases[id(schema)], self._locations[id(schema)] = base, where
         self._mentions_unique_items |= "uniqueItems" in schema
+        self._references += [schema] if "$ref" in schema else []
         for location, subschema in _list_subschemas(schema, where):
             self._collect(subschema, location, base, depth + 1)
 
@@ -238,23 +243,38 @@ class SchemaRewriter:
                 self._schemas[f"{base}#{schema[keyword]}"] = schema
         return base
 
+    def _collect_target(self, schema: dict[str, Any]) -> None:
+        """Collect the schema that `$ref` of a schema refers to if it is below an unknown keyword, e.g. `components`."""
+        document, fragment = self._split_reference(schema)
+        target = self._find_target(document, fragment)
+        names = fragment.split("/")[1:]
+        is_unknown = bool(names) and names[0] not in ENFORCED_KEYWORDS | UNENFORCED_KEYWORDS | VALUE_KEYWORDS
+        if is_unknown and isinstance(target, dict) and id(target) not in self._locations:
+            self._collect(target, ".".join([self._where, *names]), document, 1)
+
+    def _split_reference(self, schema: dict[str, Any]) -> tuple[str, str]:
+        """Return the URI of the document that `$ref` of a schema refers to, and the fragment."""
+        where, reference = f"{self._locations[id(schema)]}.$ref", schema["$ref"]
+        if not isinstance(reference, str):
+            raise InvalidArgument(where, f"must be text, not {type(reference).__name__}")
+        uri = urldefrag(urljoin(self._bases[id(schema)], reference))
+        return uri.url, uri.fragment
+
+    def _find_target(self, document: str, fragment: str) -> Any:
+        if fragment and not fragment.startswith("/"):
+            return self._schemas.get(f"{document}#{fragment}")
+        return resolve_pointer(self._schemas.get(document, None if document else self._root), unquote(fragment))
+
     def resolve(self, schema: dict[str, Any]) -> JsonSchema:
         """Return the schema that `$ref` of a schema refers to."""
-        where, reference = f"{self._locations[id(schema)]}.$ref", schema["$ref"]
+        where = f"{self._locations[id(schema)]}.$ref"
         self._resolved_references += 1
         if self._resolved_references > MAX_RESOLVED_REFERENCES:  # alternatives that refer to each other many times
             raise UnsupportedOption(where, f"comparing alternatives takes over {MAX_RESOLVED_REFERENCES:,} references")
-        if not isinstance(reference, str):
-            raise InvalidArgument(where, f"must be text, not {type(reference).__name__}")
-        uri = urljoin(self._bases[id(schema)], reference)
-        document, fragment = urldefrag(uri)
-        is_pointer = not fragment or fragment.startswith("/")
-        target = self._schemas.get(document if is_pointer else uri, self._root if not document else None)
-        if is_pointer:
-            target = resolve_pointer(target, unquote(fragment))
+        target = self._find_target(*self._split_reference(schema))
         if isinstance(target, bool) or id(target) in self._locations:
             return target
-        raise UnsupportedOption(where, f"{reference} does not refer to a schema of this document")
+        raise UnsupportedOption(where, f"{schema['$ref']} does not refer to a schema of this document")
 
     def _define(self, schema: dict[str, Any], is_unique: bool) -> JsonSchema:
         """Return a reference to the definition of the schema that `$ref` of a schema refers to."""

@@ -10,13 +10,12 @@ from typing import Any, ForwardRef, Literal, get_args, get_origin
 import pydantic
 
 from afterglow.chat.constraints.grammar import GrammarSpec, build_json_schema_spec, build_response_format_spec
-from afterglow.chat.constraints.json_schema import SCHEMA_MAP_KEYWORDS
+from afterglow.chat.constraints.json_schema import SCHEMA_MAP_KEYWORDS, VALUE_KEYWORDS
 from afterglow.chat.constraints.schema_analysis import IN_PLACE_KEYWORDS
 from afterglow.errors import InvalidArgument
 
 FORMAT_NAMES = ("text", "json_object")  # formats without fields of their own
-# Keywords of JSON schemas whose values are no schemas, and those with schemas by name: a property may be called `enum`.
-VALUE_KEYWORDS = frozenset({"enum", "const", "default", "examples"})
+# Keywords of JSON schemas with schemas by name: a property may be called `enum`.
 NAMED_SCHEMA_KEYWORDS = SCHEMA_MAP_KEYWORDS | {"dependentSchemas"}
 
 

@@ -10,11 +10,8 @@ from typing import Any
 
 from afterglow.api.model import Model
 from afterglow.api.options import PromptOptions
-from afterglow.chat.constraints.response_format import (
-    NAMED_SCHEMA_KEYWORDS,
-    VALUE_KEYWORDS,
-    forbid_additional_properties,
-)
+from afterglow.chat.constraints.json_schema import VALUE_KEYWORDS
+from afterglow.chat.constraints.response_format import NAMED_SCHEMA_KEYWORDS, forbid_additional_properties
 from afterglow.chat.content import Attachment
 from afterglow.chat.messages import Message, ToolCall, locate_attachments
 from afterglow.chat.prompt import TruncationPolicy
