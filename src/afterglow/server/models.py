@@ -515,6 +515,10 @@ class ModelRegistry(Closeable):
         """Return the slot of a model by its name or an alias. `None` selects the only served model."""
         return self._get_model(name, accepts_unknown=False).slot
 
+    def list_own_slots(self) -> list[ModelSlot]:
+        """List the slots of the models that the command line or the settings name, not those that a client named."""
+        return [slot for slot in self.slots.values() if slot.served.installed is None]
+
     def find_slot(self, name: str) -> ModelSlot | None:
         """Return the slot of a model by its name, in any spelling that clients may use."""
         slots = self.slots  # others may replace it
@@ -566,7 +570,7 @@ class ModelRegistry(Closeable):
 
     def _get_only_slot(self) -> ModelSlot | None:
         """Return the served model if there is one. Models that clients have named before do not count."""
-        named = [slot for slot in self.slots.values() if slot.served.installed is None]
+        named = self.list_own_slots()
         return named[0] if len(named) == 1 else None
 
     def _find_named(self, name: str) -> tuple[ModelSlot | None, ModelVariant | None]:
@@ -579,9 +583,14 @@ class ModelRegistry(Closeable):
 
     # --- installed models
 
+    @property
+    def serves_installed(self) -> bool:
+        """Whether models on this machine are served as soon as a client names one."""
+        return self._build_installed is not None
+
     def can_add(self, name: str | None) -> bool:
         """Whether no served model has this name, but one on this machine may have it, and would be served."""
-        return self._build_installed is not None and name is not None and self._find_named(name)[0] is None
+        return self.serves_installed and name is not None and self._find_named(name)[0] is None
 
     def add_named(self, name: str | None) -> None:
         """Serve the model on this machine that a request names, with or without adapters. Blocking.
@@ -599,19 +608,17 @@ class ModelRegistry(Closeable):
         """List the variants that requests can name, with the slot of their model if it is served now. Blocking."""
         found = []
         for variant in [] if self.variants is None else self.variants.list_all():
-            slot, can_add = self.find_slot(variant.source), self._build_installed is not None
-            is_known = slot is not None or (can_add and find_installed_model(variant.source) is not None)
+            slot = self.find_slot(variant.source)
+            is_known = slot is not None or (self.serves_installed and find_installed_model(variant.source) is not None)
             if is_known and self.find_slot(variant.name) is None:
                 found.append((variant, slot))
         return found
 
     def list_addable(self) -> list[LocalModel]:
         """List the models on this machine that are served as soon as a client names them. Blocking."""
-        if self._build_installed is None:
+        if not self.serves_installed:
             return []
-        paths = {
-            slot.served.path for slot in self.slots.values() if slot.served.installed is None
-        }  # a file may have several names
+        paths = {slot.served.path for slot in self.list_own_slots()}  # a file may have several names
         others = [model for model in list_installed_models() if model.path not in paths]
         return [model for model in others if get_client_name(model.name) not in self.slots]
 

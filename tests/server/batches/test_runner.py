@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import shutil
 import signal
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +16,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 import afterglow
+from afterglow.database import Database
+from afterglow.errors import InvalidModel
+from afterglow.paths import get_data_directory
 from afterglow.server.app import build_application
 from afterglow.server.batches import execution
+from afterglow.server.batches.store import BatchStore
 from afterglow.server.models import ModelRegistry, ServedModel
 from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
@@ -96,10 +105,96 @@ def test_lines_of_a_model_that_is_deleted_fail_and_the_others_run(tmp_path: Path
         assert {result["response"]["body"]["error"]["code"] for result in failed} == {"model_not_found"}
 
 
+def test_a_server_that_names_no_model_runs_batches_with_those_of_its_machine(tmp_path: Path):
+    (tmp_path / "models").mkdir()
+    shutil.copy(models.get_path("successor-attention"), tmp_path / "models" / "mine.gguf")
+    folders = {"AFTERGLOW_MODELS": "models", "AFTERGLOW_DATA": "data", "OLLAMA_MODELS": "ollama", "HOME": "home"}
+    environment = {name: str(tmp_path / folder) for name, folder in folders.items()}
+    options = ("--ollama", "--ollama-port", "0", "--context", "256")
+    with run_server(*options, **environment, XDG_CACHE_HOME=str(tmp_path / "home")) as server:
+        client = server.client()
+        batch = start_batch(client, [build_line(f"{n}", model="mine.gguf") for n in range(3)])
+        assert wait_for_end(client, batch.id).request_counts.completed == 3
+        # Names that clients used before are not models that the next server must have.
+        batch = start_batch(client, [build_line("later", model="mine.gguf")])
+        server.stop(signal.SIGKILL)
+    with run_server(*options, **environment, XDG_CACHE_HOME=str(tmp_path / "home")) as server:
+        assert wait_for_end(server.client(), batch.id).request_counts.completed == 1
+
+
+def test_lines_of_a_model_that_cannot_be_loaded_fail_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def load() -> afterglow.Model:
+        return afterglow.load(models.get_path("successor-attention"), host="process", context=512)
+
+    def fail() -> afterglow.Model:
+        raise InvalidModel("/home/user/bad.gguf", "it is cut off")
+
+    with serve_batches({"tiny": ServedModel(load), "bad": ServedModel(fail)}, tmp_path, monkeypatch) as client:
+        batch = start_batch(client, [build_line(name, model=name) for name in ("bad", "tiny")])
+        batch = wait_for_end(client, batch.id)
+        assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 1)
+        (failed,) = read_results(client, batch.error_file_id)
+        message = failed["response"]["body"]["error"]["message"]
+        assert (failed["response"]["status_code"], message) == (503, "bad.gguf cannot be loaded: it is cut off")
+
+
+def test_the_event_loop_does_not_wait_for_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    waits, transaction = [], Database.transaction
+
+    def record(database: Database) -> Any:
+        with contextlib.suppress(RuntimeError):  # there is no event loop in this thread
+            asyncio.get_running_loop()
+            waits.append("".join(traceback.format_stack(limit=6)))
+        return transaction(database)
+
+    def load() -> afterglow.Model:
+        return afterglow.load(models.get_path("successor-attention"), host="process", context=512, sequences=1)
+
+    monkeypatch.setattr(Database, "transaction", record)
+    with serve_batches({"tiny": ServedModel(load)}, tmp_path, monkeypatch) as client:
+        lines = [build_line(f"{n}", max_tokens=100, ignore_eos=True) for n in range(8)]
+        batch = start_batch(client, lines)
+        while client.batches.retrieve(batch.id).status in ("validating", "in_progress"):
+            assert [listed.id for listed in client.batches.list()] == [batch.id]
+        assert client.batches.retrieve(batch.id).request_counts.completed == 8
+        assert client.files.list().data
+    assert not waits, waits[0]
+
+
+def test_a_batch_that_another_process_cancels_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def load() -> afterglow.Model:
+        return afterglow.load(models.get_path("successor-attention"), host="process", context=1024, sequences=1)
+
+    with serve_batches({"tiny": ServedModel(load)}, tmp_path, monkeypatch) as client:
+        batch = start_batch(client, [build_line(f"{n}", max_tokens=900, ignore_eos=True) for n in range(400)])
+        assert wait_until(120, lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
+        other = BatchStore(get_data_directory("batches"))
+        other.set_status(batch.id, "cancelling")
+        other.close()
+        ended = wait_for_end(client, batch.id)
+        assert (ended.status, ended.request_counts.total) == ("cancelled", 400)
+        assert 0 < ended.request_counts.completed < 400
+
+
+@contextlib.contextmanager
+def serve_batches(
+    served: dict[str, ServedModel], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[openai.OpenAI]:
+    """Serve models in this process."""
+    monkeypatch.setenv("AFTERGLOW_DATA", str(directory))
+    with (
+        ServerState(ModelRegistry(served), ServerSettings()) as state,
+        TestClient(build_application(state)[0], "http://localhost") as http,
+        openai.OpenAI(api_key="any", base_url="http://localhost/v1", http_client=http) as client,
+    ):
+        yield client
+
+
 def test_an_internal_error_fails_its_batch_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setenv("AFTERGLOW_DATA", str(tmp_path))
     order_lines, calls = execution.order_lines, []
 
     async def fail_first(*arguments: Any) -> Any:
@@ -110,12 +205,8 @@ def test_an_internal_error_fails_its_batch_only(
 
     monkeypatch.setattr(execution, "order_lines", fail_first)
     path = models.get_path("successor-attention")
-    registry = ModelRegistry({"tiny": ServedModel(lambda: afterglow.load(path, host="process", context=512))})
-    with (
-        ServerState(registry, ServerSettings()) as state,
-        TestClient(build_application(state)[0], "http://localhost") as http,
-        openai.OpenAI(api_key="any", base_url="http://localhost/v1", http_client=http) as client,
-    ):
+    served = ServedModel(lambda: afterglow.load(path, host="process", context=512))
+    with serve_batches({"tiny": served}, tmp_path, monkeypatch) as client:
         first, second = (start_batch(client, [build_line(name)]).id for name in ("a", "b"))
         failed = wait_for_end(client, first)
         assert (failed.status, failed.errors.data[0].message) == ("failed", "a defect")

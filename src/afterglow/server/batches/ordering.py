@@ -14,7 +14,7 @@ import numpy as np
 
 from afterglow.api.model import Model
 from afterglow.engine.types.entries import Media
-from afterglow.errors import AfterglowError, ModelNotFound
+from afterglow.errors import AfterglowError, Closed, EngineError, LoadError, ModelNotFound
 from afterglow.server.batches.lines import BatchItem, BatchLine, parse_item
 from afterglow.server.errors import APIError
 from afterglow.server.generation_requests import ConversationRequest
@@ -54,10 +54,15 @@ def find_slot(state: ServerState, line: BatchLine) -> ModelSlot | None:
 
 
 async def find_model(state: ServerState, line: BatchLine) -> Model | None:
-    """Return the model of a line, loaded; None if it is not on this machine any more."""
+    """Return the model of a line, loaded; None if it is not on this machine any more or cannot be loaded.
+
+    Such a line runs nevertheless and gets the error as its result. Raises `Closed` if the server stops.
+    """
     try:
         return await state.get_model(line.model)
-    except (APIError, ModelNotFound):
+    except Closed:
+        raise
+    except (APIError, LoadError, EngineError):
         return None
 
 

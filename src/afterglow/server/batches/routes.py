@@ -218,11 +218,11 @@ def build_batch_router(state: ServerState, store: BatchStore, runner: BatchRunne
             completion_window=body.completion_window,
             window_seconds=parse_window(body),
             metadata=body.metadata,
-            served=sorted(state.models.slots),
+            served=sorted(slot.name for slot in state.models.list_own_slots()),
             output_seconds=body.output_expires_after.seconds if body.output_expires_after else None,
         )
         runner.wake()
-        return build_batch(batch, store.count_results(batch))
+        return build_batch(batch, await asyncio.to_thread(store.count_results, batch))
 
     @router.get("/v1/batches", summary="List batches")
     async def list_batches(
@@ -232,7 +232,8 @@ def build_batch_router(state: ServerState, store: BatchStore, runner: BatchRunne
     ) -> dict[str, Any]:
         batches = await asyncio.to_thread(store.list_batches, salt=get_tenant_salt(request))
         page, has_more = get_page(batches, after, limit)
-        return build_list([build_batch(batch, store.count_results(batch)) for batch in page], has_more=has_more)
+        counts = await asyncio.to_thread(lambda: list(map(store.count_results, page)))
+        return build_list(list(map(build_batch, page, counts)), has_more=has_more)
 
     @router.get("/v1/batches/{id}", summary="Retrieve a batch")
     async def retrieve(id: str, request: Request) -> dict[str, Any]:

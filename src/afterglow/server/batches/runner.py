@@ -7,13 +7,14 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Literal
 
 from fastapi import FastAPI
 
 from afterglow.errors import AfterglowError, Closed
 from afterglow.server.batches.execution import BatchExecution, build_description, build_error_result
 from afterglow.server.batches.store import BatchStatus, BatchStore, StoredBatch
-from afterglow.server.errors import APIError
+from afterglow.server.errors import APIError, to_api_error
 from afterglow.server.logs import logger
 from afterglow.server.state import ServerState
 
@@ -29,6 +30,13 @@ MESSAGES = {
 def is_over(batch: StoredBatch) -> bool:
     """Whether a batch does not run any more."""
     return batch.status == "cancelling" or time.time() >= batch.expires_at
+
+
+def describe_error(error: Exception) -> str:
+    """Describe the error of a batch to its client, without paths of this machine."""
+    if isinstance(error, OSError):
+        return f"its input cannot be read: {error.strerror}"
+    return to_api_error(error).message if isinstance(error, APIError | AfterglowError) else str(error)
 
 
 class BatchRunner:
@@ -105,37 +113,35 @@ class BatchRunner:
     def _serves(self, batch: StoredBatch) -> bool:
         """Whether this server has the models of the one that accepted a batch, or the model that its lines name.
 
+        A batch of a server that names no models runs on one that serves every model of its machine.
         A name that a server with one model accepts for it may mean another model on this server.
         """
-        slots = self._state.models.slots
-        if batch.served and set(batch.served) <= slots.keys():
+        models = self._state.models
+        served = set(batch.served or ())
+        if served <= models.slots.keys() and (served or models.serves_installed):
             return True
         try:
-            return batch.model is not None and self._state.models.get_slot(batch.model) is not None
+            return batch.model is not None and models.get_slot(batch.model) is not None
         except (AfterglowError, APIError):
             return False
 
     async def _run_batch(self, app: FastAPI, batch: StoredBatch) -> None:
         logger.info("%s: %s", batch.id, "starting" if batch.in_progress_at is None else "continuing")
-        next_poll = 0.0
-        status: BatchStatus = batch.status
+        stop: Literal["cancelled", "expired"] | None = None
 
         def is_stopped() -> bool:
-            nonlocal next_poll, status
-            if batch.id in self._cancelled_ids:
-                status = "cancelling"
+            nonlocal stop
+            if batch.status == "cancelling" or batch.id in self._cancelled_ids:
+                stop = stop or "cancelled"
             elif time.time() >= batch.expires_at:
-                status = "expired"
-            elif time.monotonic() >= next_poll:
-                next_poll = time.monotonic() + STATUS_POLL_SECONDS
-                current = self._store.get_batch(batch.id)
-                status = "cancelling" if current is None else current.status
-            return status in ("cancelling", "expired")
+                stop = stop or "expired"
+            return stop is not None
 
         settings, final = self._state.settings, "completed"
         execution = BatchExecution(
             app, self._state, self._store, batch, max_lines=settings.max_batch_lines, is_stopped=is_stopped
         )
+        watch = asyncio.ensure_future(self._watch_status(batch.id))
         try:
             if is_stopped():
                 await execution.validate()
@@ -149,13 +155,24 @@ class BatchRunner:
         except Exception as error:
             is_expected = isinstance(error, AfterglowError | APIError | OSError)
             logger.error("%s failed: %s", batch.id, error, exc_info=not is_expected)
-            message = error.message if isinstance(error, APIError) else str(error)
-            await asyncio.to_thread(self._store.set_errors, batch.id, [build_description("batch_failed", message)])
+            description = build_description("batch_failed", describe_error(error))
+            await asyncio.to_thread(self._store.set_errors, batch.id, [description])
             final, is_complete = "failed", True
-        if not is_complete:
-            final = "expired" if status == "expired" else "cancelled"
+        finally:
+            watch.cancel()
+        if not is_complete and stop is not None:
+            final = stop
         await asyncio.to_thread(self._finish, batch.id, final)
         self._cancelled_ids.discard(batch.id)
+
+    async def _watch_status(self, id: str) -> None:
+        """Learn whether another process cancels a batch."""
+        while True:
+            await asyncio.sleep(STATUS_POLL_SECONDS)
+            with contextlib.suppress(OSError, sqlite3.Error):
+                current = await asyncio.to_thread(self._store.get_batch, id)
+                if current is None or current.status == "cancelling":
+                    self._cancelled_ids.add(id)
 
     def _finish(self, id: str, final: str) -> None:
         """Store results for the lines that did not run, write the output files and end the batch."""

@@ -51,6 +51,9 @@ CREATE TABLE IF NOT EXISTS results (
     input_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL,
     reasoning_tokens INTEGER NOT NULL, PRIMARY KEY (batch_id, number)
 ) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS result_counts ON results (
+    batch_id, is_error, input_tokens, cached_tokens, output_tokens, reasoning_tokens
+);
 """
 
 

@@ -120,8 +120,8 @@ class ModelLibrary:
             source = self._find_slot(created.source) or find_installed(created.source)
             if source is not None:
                 models.setdefault(created.name, replace(source, name=created.name, created=created))
-        named = (slot for slot in self._state.models.slots.values() if slot.served.installed is None)
-        paths = {slot.served.path for slot in named}  # a file in Ollama's store may have several names
+        # A file in Ollama's store may have several names.
+        paths = {slot.served.path for slot in self._state.models.list_own_slots()}
         for local in list_installed_models():
             if local.path not in paths:
                 installed = describe_installed(local)
