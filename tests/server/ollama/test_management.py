@@ -855,6 +855,29 @@ def collect_reports(state: ServerState, name: str, count: int | None = None) -> 
                 reports.append(report)
                 if len(reports) == count:
                     break
+def test_the_file_of_a_model_that_is_served_under_another_name_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in build_environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "models")
+    path = Path(shutil.copy(models.get_path("successor-attention"), tmp_path / "models" / "mine.gguf"))
+
+    def never() -> Any:
+        raise AssertionError
+
+    registry = ModelRegistry({"chat": ServedModel(never, path=tmp_path / "link" / "mine.gguf")})
+    with (
+        ServerState(registry, ServerSettings()) as state,  # type: ignore[call-arg]
+        TestClient(build_application(state)[0], "http://localhost") as client,
+    ):
+        for name in ("chat", "mine.gguf"):
+            refused = client.request("DELETE", "/api/delete", json={"model": name})
+            assert (refused.status_code, "command line" in refused.json()["error"]) == (409, True)
+        assert path.exists()
+
+
         return reports
 
     return asyncio.run(collect())

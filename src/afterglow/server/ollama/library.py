@@ -173,6 +173,11 @@ class ModelLibrary:
 
 
 def find_installed(name: str) -> LibraryModel | None:
+def is_same_file(path: Path | None, other: Path | None) -> bool:
+    """Return whether two paths lead to the same file. Blocking."""
+    return path is not None and other is not None and path.resolve() == other.resolve()
+
+
     """Return an installed model by name. Blocking."""
     local = find_installed_model(name)
     return None if local is None else describe_installed(local)

@@ -32,7 +32,7 @@ from afterglow.server.ollama.details import (
 )
 from afterglow.server.ollama.errors import build_error_body
 from afterglow.server.ollama.formatting import LineStreamResponse, format_line
-from afterglow.server.ollama.library import LibraryModel, ModelLibrary
+from afterglow.server.ollama.library import LibraryModel, ModelLibrary, is_same_file
 from afterglow.server.ollama.routing import OllamaPortRoute
 from afterglow.server.ollama.schema import (
     OllamaCopyRequest,
@@ -368,10 +368,11 @@ def delete_model(state: ServerState, library: ModelLibrary, name: str) -> None:
     if model.created is not None:
         library.created_models.delete(model.created.name)
         return
-    if model.installed is None:
+    own_paths = [slot.served.path for slot in state.models.list_own_slots()]
+    if model.installed is None or any(is_same_file(path, model.path) for path in own_paths):
         message = f"{name!r} is served by the command line of this server: stop the server, then `afterglow rm` it"
         raise APIError(409, message, param="model", code="model_in_use")
-    users = [other.name for other in library.list_all() if other.created and other.path == model.path]
+    users = [other.name for other in library.list_all() if other.created and is_same_file(other.path, model.path)]
     if users:
         message = f"the file of {name!r} is used by models that were created from it: delete {', '.join(users)} first"
         raise APIError(409, message, param="model", code="model_in_use")
