@@ -12,6 +12,7 @@ import ollama
 import pydantic
 import pytest
 
+from afterglow.testing.models import vocabulary
 from support.server_process import CYCLE, PICK_TOOL, ServerProcess, wait_until
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
@@ -76,6 +77,26 @@ def test_generate_continues_its_context(client: ollama.Client) -> None:
     assert second.context
     assert list(second.context[: len(first.context)]) == list(first.context)
     assert second.response == CYCLE[:8]
+    options = {**GREEDY, "stop_token_ids": [vocabulary.get_byte_token(ord("c"))]}
+    assert client.generate("tiny", "again", context=first.context, options=options).response == CYCLE[:3]
+
+
+@pytest.mark.native
+def test_a_call_that_a_limit_cuts_off_is_not_returned_without_its_arguments(server: ServerProcess) -> None:
+    limits = range(1, 60)
+    calls = []
+    for limit in limits:
+        options = {"num_predict": limit, "temperature": 0}
+        body = {"model": "tiny", "messages": MESSAGES, "tools": [PICK_TOOL], "tool_choice": "required"}
+        whole = server.post("/api/chat", {**body, "options": options, "stream": False}).json()
+        lines = server.post("/api/chat", {**body, "options": options}).text.splitlines()
+        streamed = [call for line in lines for call in json.loads(line)["message"].get("tool_calls", ())]
+        assert [call["function"] for call in streamed] == [
+            call["function"] for call in whole["message"].get("tool_calls", ())
+        ]
+        calls += streamed
+    assert 0 < len(calls) < len(limits)
+    assert {call["function"]["arguments"].get("letter") for call in calls} <= {"a", "b"}
 
 
 @pytest.mark.native

@@ -24,6 +24,7 @@ from afterglow.server.ollama.library import OpenedModel
 from afterglow.server.sse import encode_json
 
 DONE_REASONS = {"tool_calls": "stop", "deadline": "length"}
+LIMIT_REASONS = ("length", "deadline")
 
 
 def format_line(value: dict[str, Any]) -> bytes:
@@ -87,7 +88,7 @@ class LineFormatter(ABC):
     async def build_response(self) -> dict[str, Any]:
         """Read the generation to its end and return the body of the response."""
         (response,) = await self._generation.collect_responses()
-        calls = build_calls(response.tool_calls)
+        calls = build_calls(drop_cut_call(response.tool_calls, response))
         content = self.build_content(response.text, response.reasoning, calls)
         return self._build_line(content, response.tokens) | self._build_end(response)
 
@@ -101,9 +102,9 @@ class LineFormatter(ABC):
             tokens = [] if delta.token is None else [delta.token]
             if text or thinking or calls or (self._logprobs and tokens):
                 yield format_line(self._build_line(self.build_content(text, thinking, calls), tokens))
-        if calls := build_calls(collector.finish()):
-            yield format_line(self._build_line(self.build_content("", "", calls)))
         (response,) = self._generation.get_responses()
+        if calls := build_calls(drop_cut_call(collector.finish(), response)):
+            yield format_line(self._build_line(self.build_content("", "", calls)))
         yield format_line(self._build_line(self.build_content("", "", [])) | self._build_end(response))
 
     def format_error(self, error: APIError) -> bytes:
@@ -194,8 +195,14 @@ class CallCollector:
         return [] if call is None else [call]
 
 
+def drop_cut_call(calls: Sequence[ToolCall], response: ChatResponse) -> Sequence[ToolCall]:
+    """Return tool calls without the last one if a limit cut it off before its arguments."""
+    is_cut = response.finish_reason in LIMIT_REASONS and bool(calls) and not calls[-1].arguments
+    return calls[:-1] if is_cut else calls
+
+
 def build_calls(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
-    """Build tool calls with their arguments as objects. A call that a limit cut off is left out."""
+    """Build tool calls with their arguments as objects. A call whose arguments a limit cut off is left out."""
     built: list[dict[str, Any]] = []
     for call in calls:
         try:
