@@ -44,6 +44,13 @@ def test_results_without_names_belong_to_the_calls_in_order() -> None:
     assert [result.tool_call_id for result in results] == [*(made.id for made in calling.tool_calls), ""]
 
 
+def test_an_option_of_the_request_replaces_one_that_the_created_model_sets_by_its_other_name() -> None:
+    created = CreatedModel(name="made:latest", source="tiny", parameters={"repetition_penalty": 1.5})
+    merged = conversion.merge_options(created, OllamaOptions(repeat_penalty=1.25))
+    assert conversion.list_sampling_values(merged) == {"repeat_penalty": 1.25}
+    assert conversion.list_sampling_values(conversion.merge_options(created, None)) == {"repeat_penalty": 1.5}
+
+
 def test_ids_of_the_client_are_kept() -> None:
     calling, result = build(
         {"role": "assistant", "tool_calls": [{"id": "mine", **call("add")}]},

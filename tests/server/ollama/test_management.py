@@ -503,6 +503,15 @@ def test_created_models_have_settings_of_their_own(client: ollama.Client, machin
 
 
 @pytest.mark.native
+def test_parameters_replace_those_that_have_another_name(client: ollama.Client) -> None:
+    client.create("first", from_="tiny", parameters={"repetition_penalty": 1.5, "num_predict": 2, "temperature": 0})
+    client.create("second", from_="first", parameters={"repeat_penalty": 1.0})
+    assert client.chat("second", MESSAGES).message.content == CYCLE[:2]
+    assert client.chat("first", MESSAGES, options={"repeat_penalty": 1.0}).message.content == CYCLE[:2]
+    assert (client.show("second").parameters or "").count("penalty") == 1
+
+
+@pytest.mark.native
 def test_a_model_with_a_template_that_cannot_be_rendered_is_not_created(client: ollama.Client) -> None:
     for template in ("{% for message in messages %}", "{{ messages[0].content | nothing }}"):
         with pytest.raises(ollama.ResponseError, match="`template` cannot be used: ") as raised:

@@ -15,6 +15,7 @@ from afterglow.server import limits
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.generation_requests import PlannedPrompt, PromptRequest
 from afterglow.server.llamacpp.schema import LlamaGenerationFields, LogitBias
+from afterglow.server.schema.base import list_synonyms
 from afterglow.server.schema.sampling import FORBIDDEN_BIAS, SamplingFields
 from afterglow.server.state import ServerState
 
@@ -113,7 +114,7 @@ def build_response_format(body: LlamaGenerationFields) -> dict[str, Any] | None:
 
 def build_sampling_fields(body: LlamaGenerationFields, model: Model) -> SamplingFields:
     """Convert the fields of a body to the sampling fields of the server."""
-    names = set(SamplingFields.model_fields) - {"logit_bias", "repetition_penalty"}
+    names = set(SamplingFields.model_fields) - list_synonyms(SamplingFields) - {"logit_bias"}
     values = body.model_dump(include=names, exclude_none=True)
     if values.get("seed") in (-1, RANDOM_SEED):
         del values["seed"]

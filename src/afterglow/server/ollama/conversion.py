@@ -21,6 +21,7 @@ from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.installed import DEFAULT_TAG, ModelVariant, RequestDefaults
 from afterglow.server.ollama.created_models import CreatedModel
 from afterglow.server.ollama.schema import OllamaGenerationBody, OllamaMessage, OllamaOptions, OllamaTool
+from afterglow.server.schema.base import list_synonyms
 from afterglow.server.schema.sampling import SamplingFields
 from afterglow.server.state import ServerState
 
@@ -171,7 +172,8 @@ def build_variant(created: CreatedModel) -> ModelVariant:
 
 def list_sampling_values(options: OllamaOptions) -> dict[str, Any]:
     """Return the options that are sampling fields of the server, by name. -1 is no seed."""
-    values = options.model_dump(include=set(SamplingFields.model_fields), exclude_none=True)
+    names = set(SamplingFields.model_fields) - list_synonyms(SamplingFields)
+    values = options.model_dump(include=names, exclude_none=True)
     if values.get("seed") == RANDOM_SEED:
         del values["seed"]
     return values

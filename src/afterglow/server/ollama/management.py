@@ -38,10 +38,11 @@ from afterglow.server.ollama.schema import (
     OllamaCopyRequest,
     OllamaCreateRequest,
     OllamaDeleteRequest,
+    OllamaOptions,
     OllamaPullRequest,
     OllamaShowRequest,
 )
-from afterglow.server.schema.base import StrictRoute
+from afterglow.server.schema.base import StrictRoute, list_synonyms
 from afterglow.server.settings import FOREVER_SECONDS
 from afterglow.server.sse import report_errors, wait_for_first_item
 from afterglow.server.state import ServerState
@@ -321,7 +322,8 @@ def create_model(library: ModelLibrary, body: OllamaCreateRequest) -> None:
     """Create a model from another one, whose settings apply unless the body has its own. Blocking."""
     base = make_copy(library, body.source, body.model_name)
     license_texts = [body.license] if isinstance(body.license, str) else body.license
-    parameters = body.parameters.model_dump(exclude_none=True) if body.parameters else {}
+    options = body.parameters or OllamaOptions()
+    parameters = options.model_dump(exclude=list_synonyms(OllamaOptions), exclude_none=True)
     messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
     template = conversion.check_template(body.template)
     if template is not None:

@@ -76,6 +76,12 @@ class StrictModel(pydantic.BaseModel):
         return self
 
 
+def list_synonyms(model: type[StrictModel]) -> set[str]:
+    """List the fields of a body that are other names of a field."""
+    rules = {name: get_rule(field) for name, field in model.model_fields.items()}
+    return {name for name, rule in rules.items() if rule is not None and "same_as" in rule}
+
+
 def convert_integral_floats(values: Any) -> Any:
     """Convert 2048.0 to 2048 in the fields of a body: some languages have no integers. Floats accept integers, too.
 
