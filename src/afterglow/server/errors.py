@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request
@@ -20,9 +21,11 @@ from afterglow.errors import (
     InvalidArgument,
     InvalidGrammar,
     InvalidMedia,
+    InvalidModel,
     InvalidTemplate,
     KVCacheFull,
     LoadError,
+    LoadVetoed,
     MediaRefused,
     ModelNotFound,
     PromptTooLong,
@@ -117,6 +120,9 @@ def to_api_error(error: BaseException) -> APIError:
             codes = {InvalidArgument: "invalid_value", UnsupportedMedia: "unsupported_media"}
             code = codes.get(type(error), "unsupported_value")
             return APIError(400, str(error), param=WIRE_PARAM_NAMES.get(root, root) + dot + rest, code=code)
+        case InvalidModel() | LoadVetoed():  # clients do not see the directories of this machine
+            message = str(error).replace(error.path, Path(error.path).name)
+            return APIError(503, message, error_type="server_error", code="not_loaded")
         case Closed():
             return APIError(
                 503, "the server is shutting down", error_type="server_error", code="shutting_down", retry_after=5

@@ -732,6 +732,7 @@ def test_a_damaged_or_missing_file_does_not_hide_the_other_models(tmp_path: Path
             shown = server.post("/api/show", {"model": name})
             assert (shown.status_code, list(shown.json())) == (status, ["error"])
             assert name.removesuffix(".gguf") in shown.json()["error"]
+            assert str(tmp_path) not in shown.json()["error"]  # clients do not see the directories of this machine
             server.wait_for_log(f"{name}.*is not listed with its details")
         assert server.post("/api/show", {"model": "good.gguf"}).status_code == 200
 
@@ -854,16 +855,6 @@ def test_a_created_model_that_this_version_cannot_use_does_not_hide_the_others(
         assert client.request("DELETE", "/api/delete", json={"model": "newer"}).status_code == 200
 
 
-def collect_reports(state: ServerState, name: str, count: int | None = None) -> list[dict[str, Any]]:
-    """Return the first reports of a pull."""
-
-    async def collect() -> list[dict[str, Any]]:
-        reports: list[dict[str, Any]] = []
-        async with contextlib.aclosing(pull_model(state, ModelLibrary(state), name)) as pulled:  # type: ignore[type-var]
-            async for report in pulled:
-                reports.append(report)
-                if len(reports) == count:
-                    break
 def test_the_file_of_a_model_that_is_served_under_another_name_is_not_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -887,6 +878,16 @@ def test_the_file_of_a_model_that_is_served_under_another_name_is_not_deleted(
         assert path.exists()
 
 
+def collect_reports(state: ServerState, name: str, count: int | None = None) -> list[dict[str, Any]]:
+    """Return the first reports of a pull."""
+
+    async def collect() -> list[dict[str, Any]]:
+        reports: list[dict[str, Any]] = []
+        async with contextlib.aclosing(pull_model(state, ModelLibrary(state), name)) as pulled:  # type: ignore[type-var]
+            async for report in pulled:
+                reports.append(report)
+                if len(reports) == count:
+                    break
         return reports
 
     return asyncio.run(collect())

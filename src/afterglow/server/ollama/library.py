@@ -53,7 +53,8 @@ class LibraryModel:
         try:
             return None if self.path is None else describe_file(self.path)
         except OSError as error:
-            raise ModelNotFound(self.name, f"its file {self.path} cannot be read: {error.strerror}") from None
+            logger.warning("the file %s of %s cannot be read: %s", self.path, self.name, error.strerror)
+            raise ModelNotFound(self.name, f"its file cannot be read: {error.strerror}") from None
 
     def describe_for_list(self) -> FileDetails | None:
         """Describe its file; None, with a warning, also if the file is damaged or cannot be read. Blocking."""
@@ -172,12 +173,12 @@ class ModelLibrary:
         return OpenedModel(name, slot.name + adapters, model, found.created, defaults, started, time.monotonic())
 
 
-def find_installed(name: str) -> LibraryModel | None:
 def is_same_file(path: Path | None, other: Path | None) -> bool:
     """Return whether two paths lead to the same file. Blocking."""
     return path is not None and other is not None and path.resolve() == other.resolve()
 
 
+def find_installed(name: str) -> LibraryModel | None:
     """Return an installed model by name. Blocking."""
     local = find_installed_model(name)
     return None if local is None else describe_installed(local)
