@@ -185,6 +185,11 @@ def get_tenant_salt(request: Request) -> str:
     return salt
 
 
+def join_salts(tenant_salt: str, request_salt: str | None) -> str:
+    """Return the salt of a tenant with that of a request."""
+    return tenant_salt if request_salt is None else f"{tenant_salt}\n{request_salt}"
+
+
 class AuthMiddleware:
     """Passes valid requests to the application and responds to all others itself."""
 

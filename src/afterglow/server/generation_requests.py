@@ -31,6 +31,7 @@ from afterglow.engine.types.constraints import GrammarConstraint
 from afterglow.engine.types.request import Request
 from afterglow.server import limits
 from afterglow.server.adapters import Lora
+from afterglow.server.auth import join_salts
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.explain import format_entries
 from afterglow.server.history import HEAD_ENTRIES
@@ -149,9 +150,7 @@ class GenerationRequest(ABC):
     @property
     def cache_salt(self) -> str:
         """Salt of the tenant, with that of the request."""
-        return (
-            self.salt if self.sampling_fields.cache_salt is None else f"{self.salt}\n{self.sampling_fields.cache_salt}"
-        )
+        return join_salts(self.salt, self.sampling_fields.cache_salt)
 
     def add_stop_tokens(self, request: Request) -> Request:
         """Return the engine request with the stop tokens of the client."""

@@ -456,6 +456,13 @@ def _(server: ServerProcess) -> None:
 def _(server: ServerProcess) -> None:
     assert embed(server, options={"num_ctx": 64})["status"] == 200
     assert embed(server, options={"num_ctxx": 64})["status"] == 400
+    refused = embed(server, options={"lora": [{"name": "style"}]})
+    assert (refused["status"], "the base model" in refused["error"]) == (400, True)
+    assert embed(server, options={"lora": [], "cache_salt": "mine"})["status"] == 200
+    for path, text in (("/api/embed", "input"), ("/api/embeddings", "prompt")):
+        body = {"model": "vectors", text: "hello", "options": {"temperature": 0, "priority": 3, "num_thread": 2}}
+        ignored = server.post(path, body).headers["x-afterglow-ignored"].split(", ")
+        assert sorted(ignored) == ["options.num_thread", "options.priority", "options.temperature"]
 
 
 @checks("embed", "keep_alive")

@@ -15,14 +15,16 @@ from afterglow.api.model import Model
 from afterglow.errors import PromptTooLong
 from afterglow.server import limits
 from afterglow.server.adapters import refuse_adapters
-from afterglow.server.auth import get_tenant_salt
+from afterglow.server.auth import get_tenant_salt, join_salts
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.logs import get_record
 from afterglow.server.ollama.formatting import to_nanoseconds
 from afterglow.server.ollama.library import ModelLibrary
-from afterglow.server.ollama.schema import OllamaEmbeddingsRequest, OllamaEmbedRequest
+from afterglow.server.ollama.schema import OllamaEmbeddingsRequest, OllamaEmbedRequest, OllamaOptions
 from afterglow.server.schema.base import StrictRoute
 from afterglow.server.state import ServerState
+
+USED_OPTIONS = ("num_ctx", "cache_salt", "lora")  # by embeddings
 
 
 def build_router(state: ServerState) -> APIRouter:
@@ -49,16 +51,17 @@ async def create_embeddings(state: ServerState, library: ModelLibrary, body: Oll
     """Embed each text."""
     texts = ([body.input] if body.input else []) if isinstance(body.input, str) else body.input
     limits.check_limit(state.settings, "max_inputs", "input", len(texts))
-    num_ctx = body.options.num_ctx if body.options else None
+    options = body.options or OllamaOptions()
     refuse_adapters(state.models, body.model, "an embedding")
-    opened = await library.open(body.model, num_ctx=num_ctx, keep_alive=body.keep_alive)
+    check_options(options)
+    opened = await library.open(body.model, num_ctx=options.num_ctx, keep_alive=body.keep_alive)
     width = opened.model.engine_info.embedding_width
     if (body.dimensions or 0) > width:
         raise invalid_request_error("dimensions", f"`dimensions` is {body.dimensions:,}; the embeddings have {width:,}")
     tokens = await state.run_text_work(
         lambda: [tokenize_text(opened.model, text, truncate=bool(body.truncate)) for text in texts]
     )
-    vectors = await embed_all(state, opened.model, tokens, salt)
+    vectors = await embed_all(state, opened.model, tokens, join_salts(salt, options.cache_salt))
     return JSONResponse(
         {
             "model": opened.requested_name,
@@ -74,15 +77,29 @@ async def create_embedding(
     state: ServerState, library: ModelLibrary, body: OllamaEmbeddingsRequest, salt: str
 ) -> Response:
     """Embed one text. Without a text, the model is loaded."""
-    num_ctx = body.options.num_ctx if body.options else None
+    options = body.options or OllamaOptions()
     refuse_adapters(state.models, body.model, "an embedding")
-    opened = await library.open(body.model, num_ctx=num_ctx, keep_alive=body.keep_alive)
+    check_options(options)
+    opened = await library.open(body.model, num_ctx=options.num_ctx, keep_alive=body.keep_alive)
     if not body.prompt:
         return JSONResponse({"embedding": []})
     text = body.prompt
     tokens = await state.run_text_work(lambda: tokenize_text(opened.model, text, truncate=False))
-    (vector,) = await embed_all(state, opened.model, [tokens], salt)
+    (vector,) = await embed_all(state, opened.model, [tokens], join_salts(salt, options.cache_salt))
     return JSONResponse({"embedding": vector.tolist()})
+
+
+def check_options(options: OllamaOptions) -> None:
+    """Record options that have no effect on an embedding. Raises status 400 for adapters, and if the server is strict.
+
+    Clients send the options of generations here, too.
+    """
+    if options.lora:
+        raise invalid_request_error("options.lora", "`options.lora` must be empty: an embedding uses the base model")
+    for name in options.model_dump(exclude=set(USED_OPTIONS), exclude_none=True):
+        if not get_record().accept_hint(f"options.{name}"):
+            message = f"`options.{name}` has no effect on an embedding"
+            raise invalid_request_error(f"options.{name}", message, "unsupported_parameter")
 
 
 async def embed_all(state: ServerState, model: Model, texts: Sequence[list[int]], salt: str) -> NDArray[np.float32]:

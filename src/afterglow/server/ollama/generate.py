@@ -149,5 +149,5 @@ class ContinuedRequest(ConversationRequest):
         fitted = model.fit_prompt([*context, *rendered], self.overflow, self.max_tokens)
         boundaries = [len(context)] if fitted.truncation is None else []
         options["boundaries"] = boundaries
-        request = plan.apply_to(model.build_request(fitted, **options))
+        request = self.add_stop_tokens(plan.apply_to(model.build_request(fitted, **options)))
         return [PlannedPrompt(request, replace(plan.output_format, truncation=fitted.truncation))]
