@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 import afterglow
 from afterglow.agents import mcp
 from afterglow.agents.mcp_server import build_mcp_server
+from afterglow.cli import agent
 from afterglow.testing import models
 from afterglow.testing.models.scripted import write_scripted_model
 from afterglow.testing.script import script_answers, write_call
@@ -103,6 +105,38 @@ def test_runs_are_listed_shown_exported_and_verified(run: Command, tmp_path: Pat
 
 def test_a_task_is_required(run: Command) -> None:
     assert "`TASK` is missing" in run("agent").stderr
+
+
+@pytest.mark.parametrize("overflow", [None, "shift"])
+def test_a_run_that_outgrows_the_context_is_compacted_unless_the_settings_say_otherwise(
+    run: Command, monkeypatch: pytest.MonkeyPatch, overflow: str | None
+) -> None:
+    if overflow is not None:
+        monkeypatch.setenv("AFTERGLOW_OVERFLOW", overflow)
+    first = run("agent", "alpha beta " * 400, "--allow", "external")
+    assert "the context is full" not in first.stderr
+    id = run("runs", "list").stdout.split()[0]
+    second = run("agent", "--resume", id, "gamma delta " * 400, "--allow", "external")
+    assert (second.returncode, second.stdout) == (0, "Everything is done.\n")
+    replaces = "a new summary replaces" if overflow is None else "the prompt leaves out"
+    assert f"the context is full: {replaces}" in second.stderr
+
+
+@pytest.mark.parametrize("overflow", [None, "shift"])
+def test_the_mcp_server_compacts_unless_the_settings_say_otherwise(
+    model: Path, monkeypatch: pytest.MonkeyPatch, overflow: str | None
+) -> None:
+    given: dict[str, Any] = {}
+
+    def build(loaded: Any, **values: Any) -> Any:
+        given.update(values)
+        return SimpleNamespace(run=lambda: None)
+
+    monkeypatch.setattr(agent, "build_mcp_server", build)
+    if overflow is not None:
+        monkeypatch.setenv("AFTERGLOW_OVERFLOW", overflow)
+    assert run_in_process("mcp", str(model), "--context", "2048", "--threads", "1").returncode == 0
+    assert given.get("overflow") == overflow  # without one, agents compact
 
 
 def test_chat_calls_the_tools_of_a_server(model: Path, servers: Path) -> None:

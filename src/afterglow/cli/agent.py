@@ -30,10 +30,11 @@ from afterglow.agents.mcp_server import build_mcp_server
 from afterglow.agents.permissions import EFFECTS, Decision, Permissions
 from afterglow.agents.run import Run
 from afterglow.agents.terminal_questions import escape_controls, terminal
+from afterglow.api.options import ChatGenerationOptions
 from afterglow.cli import options
 from afterglow.cli.display import format_truncation
 from afterglow.cli.open_model import open_model
-from afterglow.cli.settings import load_command_settings
+from afterglow.cli.settings import Settings, load_command_settings
 from afterglow.errors import InvalidArgument
 from afterglow.paths import get_data_directory
 
@@ -92,7 +93,7 @@ def agent(
             ask=terminal,
             store=get_store_path(store),
             roles=roles or (),
-            **settings.generation_options,
+            **get_generation_options(settings),
         )
         if resume is None:
             run = worker.start(task)
@@ -102,6 +103,14 @@ def agent(
                 run.say(task)
         outcome = asyncio.run(show_run(run, console))
     report_end(outcome, console)
+
+
+def get_generation_options(settings: Settings) -> ChatGenerationOptions:
+    """Return the options of every message. Agents have their own `overflow`, unless the user set it."""
+    options = settings.generation_options
+    if "overflow" not in settings.model_fields_set:
+        del options["overflow"]
+    return options
 
 
 def report_end(outcome: Outcome, console: Console) -> None:
@@ -197,4 +206,4 @@ def mcp(command: typer.Context, model: options.ModelArgument = None) -> None:
     """Offer a model to other agents as an MCP server on standard input and output: ask, explain and fork."""
     settings = load_command_settings(command)
     with open_model(settings) as loaded:
-        build_mcp_server(loaded, **settings.generation_options).run()
+        build_mcp_server(loaded, **get_generation_options(settings)).run()
