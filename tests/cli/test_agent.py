@@ -107,6 +107,13 @@ def test_a_task_is_required(run: Command) -> None:
     assert "`TASK` is missing" in run("agent").stderr
 
 
+def test_an_answer_without_a_run_that_waits_is_refused(run: Command) -> None:
+    for answer in ("garbage", "call_1=allow"):
+        refused = run("agent", "Do it.", "--answer", answer)
+        assert refused.returncode != 0
+        assert "`--answer` needs --resume" in refused.stderr
+
+
 @pytest.mark.parametrize("overflow", [None, "shift"])
 def test_a_run_that_outgrows_the_context_is_compacted_unless_the_settings_say_otherwise(
     run: Command, monkeypatch: pytest.MonkeyPatch, overflow: str | None

@@ -79,6 +79,9 @@ def agent(
     """
     if not task and resume is None:
         raise InvalidArgument("TASK", "is missing")
+    if answer and resume is None:
+        raise InvalidArgument("--answer", "needs --resume with the id of the run that waits")
+    answers = parse_answers(answer or ())
     settings = load_command_settings(command)
     console = Console(stderr=True)
     defaults = Limits()
@@ -98,7 +101,7 @@ def agent(
         if resume is None:
             run = worker.start(task)
         else:
-            run = worker.resume(resume, parse_answers(answer or ()))
+            run = worker.resume(resume, answers)
             if task:
                 run.say(task)
         outcome = asyncio.run(show_run(run, console))
