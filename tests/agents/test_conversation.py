@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,6 +103,65 @@ def test_tools_run_beside_the_event_loop_of_ask_async() -> None:
     assert asyncio.run(ask(look)) == ["a cat"] * MAX_TOOL_ROUNDS
     answered.clear()
     assert asyncio.run(ask(wait)) == ["in time"] * MAX_TOOL_ROUNDS
+
+
+ASK: dict[str, Callable[..., Any]] = {
+    "ask": lambda chat, **options: chat.ask("x", **options),
+    "ask_async": lambda chat, **options: asyncio.run(chat.ask_async("x", **options)),
+    "stream": lambda chat, **options: chat.stream("x", **options),
+    "regenerate": lambda chat, **options: chat.regenerate(**options),
+    "stream_regeneration": lambda chat, **options: chat.stream_regeneration(**options),
+}
+
+
+@pytest.mark.parametrize("ask", ASK.values(), ids=ASK)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stream": True}, "`stream` is a method of a conversation, not an option: call .stream(text)"),
+        ({"tools": []}, "`tools` belongs to the conversation: Conversation(model, tools=…)"),
+        ({"temprature": 1}, "`temprature` is not an option; did you mean 'temperature'?"),
+        ({"max_tokens": "many"}, "`max_tokens` must be a valid integer"),
+    ],
+)
+def test_a_wrong_option_of_a_question_is_named_before_anything_is_generated(
+    ask: Callable[..., object], options: dict[str, Any], message: str
+) -> None:
+    history = [("user", "Hi"), ("assistant", "Hello!")]
+    chat = Conversation(ToolCallingModel(), messages=history)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        ask(chat, **options)
+    assert (len(chat.messages), chat.last_response) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stream": True}, "`stream` is a method of a conversation"),
+        ({"temprature": 1}, "`temprature` is not an option; did you mean 'temperature'?"),
+        ({"tool": []}, "`tool` is not an option; did you mean 'tools'?"),
+        ({"max_tokens": "many"}, "`max_tokens` must be a valid integer"),
+    ],
+)
+def test_a_wrong_option_of_a_conversation_is_named_when_it_is_created(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(message)):
+        Conversation(ToolCallingModel(), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.native
+def test_the_first_of_several_answers_continues_a_conversation_and_the_others_are_returned() -> None:
+    with (
+        afterglow.load(models.get_path("attention"), context=1024, threads=1) as model,
+        script_answers(model, ["One.", "Two.", "Three.", "Four."]),
+    ):
+        chat, answers = Conversation(model), [{"One.", "Two."}, {"Three.", "Four."}]
+        for ask in (ASK["ask"], ASK["ask_async"]):
+            response = ask(chat, n=2)
+            assert chat.messages[-1].content == response.text
+            assert {response.text, *(other.text for other in response.alternatives)} == answers.pop(0)
+        with pytest.raises(InvalidArgument, match="`n` must be 1 for a stream"):
+            list(ASK["stream"](chat, n=2))
+        assert [message.role for message in chat.messages] == ["user", "assistant"] * 2
 
 
 @pytest.mark.native

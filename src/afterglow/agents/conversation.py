@@ -13,7 +13,7 @@ from afterglow.agents.execution import call_tool, call_tool_async
 from afterglow.agents.limits import Limits, Spent
 from afterglow.agents.loop import Execute, Generate, Policy, RunState, ToolResult, decide
 from afterglow.api.model import Model
-from afterglow.api.options import ChatGenerationOptions
+from afterglow.api.options import ChatGenerationOptions, check_options
 from afterglow.chat.content import AttachmentSource, check_text
 from afterglow.chat.messages import (
     Message,
@@ -30,6 +30,11 @@ from afterglow.errors import InvalidArgument, UnsupportedOperation
 from afterglow.llama.checks import check_integer
 
 MAX_TOOL_ROUNDS = 8  # rounds of tool calls before the model must answer in text
+CHAT_ARGUMENTS = ("n", "on_token", "cancel")  # of `Model.chat`, which checks them
+MISPLACED_OPTIONS = {
+    "stream": "is a method of a conversation, not an option: call .stream(text)",
+    "tools": "belongs to the conversation: Conversation(model, tools=…)",
+}
 
 
 class Conversation:
@@ -63,6 +68,7 @@ class Conversation:
         tools: Sequence[ToolLike] = (),
         **options: Unpack[ChatGenerationOptions],
     ) -> None:
+        check_chat_options(options, ("system", "messages", "tools"))
         self.model = model
         self.messages: list[Message] = [Message(role="system", content=check_text(system, "system"))] if system else []
         self.messages += parse_messages(messages) if messages else []
@@ -82,7 +88,8 @@ class Conversation:
         """Send a user message and return the response. If generation fails, the history does not change.
 
         `images` and then `audio` are placed before the text. Each is bytes, a `Path`, or any value allowed in an
-        `image_url`. `options` override those of the conversation.
+        `image_url`. `options` override those of the conversation. `n`, `on_token` and `cancel` are as for `Model.chat`;
+        of several responses the first one continues the conversation.
 
         >>> chat = Conversation(model, max_tokens=10)
         >>> chat.ask("What is 2+2?", max_tokens=3).finish_reason
@@ -225,11 +232,15 @@ class Conversation:
 
     def _stream_history(self, history: list[Message], options: ChatGenerationOptions) -> Iterator[Delta]:
         rounds = ToolRounds(self, history, options)
-        while (chat_options := rounds.get_next_options()) is not None:
-            stream: ChatStream = self.model.chat(rounds.messages, stream=True, tools=self.tools, **chat_options)
-            yield from stream.deltas()
-            rounds.add(stream.response)
-        rounds.finish()
+
+        def stream_rounds() -> Iterator[Delta]:
+            while (chat_options := rounds.get_next_options()) is not None:
+                stream: ChatStream = self.model.chat(rounds.messages, stream=True, tools=self.tools, **chat_options)
+                yield from stream.deltas()
+                rounds.add(stream.response)
+            rounds.finish()
+
+        return stream_rounds()
 
     def _get_history_to_question(self) -> list[Message]:
         for index in range(len(self.messages) - 1, -1, -1):
@@ -238,12 +249,21 @@ class Conversation:
         raise InvalidArgument("messages", "have no question yet to answer again")
 
 
+def check_chat_options(options: ChatGenerationOptions, others: Sequence[str]) -> None:
+    """Check the options of a conversation or of a question. `others` are its further keywords, for suggestions."""
+    for name in options.keys() & MISPLACED_OPTIONS.keys():
+        raise InvalidArgument(name, MISPLACED_OPTIONS[name])
+    values = {name: value for name, value in options.items() if name not in CHAT_ARGUMENTS}
+    check_options(ChatGenerationOptions, values, others=(*others, *CHAT_ARGUMENTS))
+
+
 class ToolRounds:
     """The loop of agents for one question of a conversation: all calls are allowed, and run in the calling thread."""
 
     def __init__(self, conversation: Conversation, history: list[Message], options: ChatGenerationOptions) -> None:
         self._conversation = conversation
         self._options: ChatGenerationOptions = {**conversation.options, **options}
+        check_chat_options(self._options, ("images", "audio"))
         self._tools = {tool.name: tool for tool in conversation.tools}
         self._state = RunState(messages=history)
         self._response: ChatResponse | None = None
