@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -270,6 +272,32 @@ def test_a_conversation_without_messages_is_saved_and_loaded(tmp_path: Path) -> 
     other = Conversation(ToolCallingModel(), messages=[("user", "Hi")])  # type: ignore[arg-type]
     other.load(tmp_path / "chat.json")
     assert other.messages == []
+
+
+def test_any_text_is_saved_and_loaded_whatever_the_encoding_of_the_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("io.text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
+    chat = Conversation(ToolCallingModel(), messages=[("user", "größer \ud83d")])  # type: ignore[arg-type]
+    chat.save(tmp_path / "chat.json")
+    other = Conversation(ToolCallingModel())  # type: ignore[arg-type]
+    other.load(tmp_path / "chat.json")
+    assert other.messages == chat.messages
+
+
+def test_a_save_that_fails_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    chat = Conversation(ToolCallingModel(), messages=[("user", "Hi")])  # type: ignore[arg-type]
+    chat.save(tmp_path / "chat.json")
+    monkeypatch.setattr(os, "fsync", fail)
+    chat.edit(0, "Bye")
+    with pytest.raises(OSError, match="No space left"):
+        chat.save(tmp_path / "chat.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["chat.json"]
+    chat.load(tmp_path / "chat.json")
+    assert [message.content for message in chat.messages] == ["Hi"]
 
 
 @pytest.mark.parametrize(

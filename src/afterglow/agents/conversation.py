@@ -27,6 +27,7 @@ from afterglow.chat.output.parts import OutputPart
 from afterglow.chat.output.response import ChatResponse, ChatStream, Delta
 from afterglow.chat.tools.tool import ToolLike, parse_tools
 from afterglow.errors import InvalidArgument, UnsupportedOperation
+from afterglow.llama.atomic_write import write_atomically
 from afterglow.llama.checks import check_integer
 
 MAX_TOOL_ROUNDS = 8  # rounds of tool calls before the model must answer in text
@@ -200,15 +201,15 @@ class Conversation:
         return branch
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the messages to a JSON file, as OpenAI message dictionaries."""
-        Path(path).write_text(
-            json.dumps([to_openai_message(message) for message in self.messages], ensure_ascii=False, indent=2) + "\n"
-        )
+        """Write the messages to a JSON file, as OpenAI message dictionaries; complete or not at all."""
+        content = [to_openai_message(message) for message in self.messages]
+        text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+        write_atomically(Path(path), [text.encode("utf-8", "surrogatepass")])
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace the messages with those of a file written by `save`."""
         try:
-            values = json.loads(Path(path).read_text())
+            values = json.loads(Path(path).read_bytes().decode("utf-8", "surrogatepass"))
         except (OSError, ValueError) as error:
             raise InvalidArgument("path", f"is not a saved conversation: {error}") from None
         self.messages = [] if values == [] else parse_messages(values)
