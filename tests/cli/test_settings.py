@@ -318,9 +318,20 @@ def test_the_system_prompt_changes_the_response(tmp_path):
     assert first.stdout != second.stdout
 
 
-@pytest.mark.parametrize(("value", "meaning"), [("on", True), ("off", False), ("64", 64), ("low", "low"), (None, None)])
+@pytest.mark.parametrize(
+    ("value", "meaning"),
+    [("on", True), ("off", False), ("64", 64), ("low", "low"), ("²", "²"), ("٣", "٣"), (None, None)],
+)
 def test_the_reasoning_flag_is_parsed(value, meaning):
     assert parse_reasoning(value) == meaning
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("value", ["²", "9" * 5000])
+def test_a_reasoning_flag_that_only_looks_like_a_number_is_an_error(value):
+    result = run_in_process("run", str(models.get_path("attention")), "x", "--reasoning", value, "--context", "64")
+    assert result.returncode == 1
+    assert "`reasoning` must be" in result.stderr
 
 
 @pytest.mark.native

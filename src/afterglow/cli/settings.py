@@ -7,6 +7,7 @@ file, the file overrides the defaults. An unknown key is an error in all of them
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -159,7 +160,7 @@ def parse_reasoning(value: bool | int | str | None) -> bool | int | str | None:
     """Parse `on`, `off` and numbers from flags and environment variables."""
     if not isinstance(value, str):
         return value
-    return int(value) if value.isdigit() else {"on": True, "off": False}.get(value, value)
+    return int(value) if re.fullmatch(r"[0-9]{1,18}", value) else {"on": True, "off": False}.get(value, value)
 
 
 # --- sources
