@@ -93,6 +93,12 @@ def test_unknown_commands_and_invalid_arguments_are_reported(terminal: ChatTermi
     assert "there is no user message yet" in terminal.send_line("/edit x")
 
 
+def test_text_that_looks_like_a_number_is_not_a_count_of_messages(terminal: ChatTerminal) -> None:
+    for text in ("--5", "²", "9" * 20):
+        assert "usage: /rewind NAME or /rewind N" in terminal.send_line(f"/rewind {text}")
+    assert "0 messages left" in terminal.send_line("/rewind -1")
+
+
 def test_alt_enter_inserts_a_newline(terminal: ChatTerminal) -> None:
     terminal.child.send("one\x1b\rtwo\r")
     terminal.wait_for_prompt()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from afterglow.media.policy import Modality
 
 EXIT_COMMANDS = ("exit", "quit", "bye")
 LISTED_CONVERSATIONS = 10
+MESSAGE_COUNT = re.compile(r"-?[0-9]{1,9}")
 MULTILINE_QUOTE = '"""'
 KEYS_HELP = """\
 Ctrl-C stops a response or clears the line. Ctrl-D exits. Tab completes commands, models and files.
@@ -304,7 +306,7 @@ class Repl(Closeable):
 
     def _rewind(self, text: str) -> None:
         count = self._marks.get(text)
-        if count is None and not text.lstrip("-").isdigit():
+        if count is None and not MESSAGE_COUNT.fullmatch(text):
             return self._print_note("usage: /rewind NAME or /rewind N")
         self._conversation.rewind(int(text) if count is None else count)
         self._marks = {name: at for name, at in self._marks.items() if at <= len(self._conversation.messages)}
