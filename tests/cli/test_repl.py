@@ -99,6 +99,13 @@ def test_text_that_looks_like_a_number_is_not_a_count_of_messages(terminal: Chat
     assert "0 messages left" in terminal.send_line("/rewind -1")
 
 
+def test_the_chat_continues_after_a_path_that_cannot_exist(terminal: ChatTerminal) -> None:
+    for command in ("save", "load", "image", "audio"):
+        screen = terminal.send_line_unwrapped(f"/{command} ~nouser123/x.json")
+        assert "`~nouser123/x.json` is in a home directory that does not exist" in screen
+        assert "File name too long" in terminal.send_line_unwrapped(f"/{command} {'x' * 300}")
+
+
 def test_alt_enter_inserts_a_newline(terminal: ChatTerminal) -> None:
     terminal.child.send("one\x1b\rtwo\r")
     terminal.wait_for_prompt()

@@ -30,7 +30,7 @@ from afterglow.cli.parameters import PARAMETERS, ChatParameters
 from afterglow.cli.sessions import ConversationStore, create_id
 from afterglow.cli.settings import Settings
 from afterglow.closeable import Closeable
-from afterglow.errors import AfterglowError, Cancelled
+from afterglow.errors import AfterglowError, Cancelled, InvalidArgument
 from afterglow.media.policy import Modality
 
 EXIT_COMMANDS = ("exit", "quit", "bye")
@@ -362,14 +362,14 @@ class Repl(Closeable):
         if not name:
             return self._print_note("usage: /save FILE")
         try:
-            self._conversation.save(Path(name).expanduser())
+            self._conversation.save(expand_path(name))
         except OSError as error:
             return self._print_note(f"{name} cannot be written: {error.strerror}")
         self._print_note(f"saved {len(self._conversation.messages)} messages to {name}")
 
     def _load(self, name: str) -> None:
-        path = Path(name).expanduser()
-        if not path.exists() and name in list_model_names():
+        path = expand_path(name)
+        if name in list_model_names() and not path.exists():
             return self._print_note(f"{name} is a model: /model {name} continues with it")
         loaded = Conversation(self._model)
         loaded.load(path)
@@ -379,7 +379,7 @@ class Repl(Closeable):
     def _attach_file(self, kind: Modality, name: str) -> None:
         if not name:
             return self._print_note(f"usage: /{kind} FILE")
-        self._attach_files([(kind, Path(unquote_word(name)).expanduser())])
+        self._attach_files([(kind, expand_path(unquote_word(name)))])
 
     def _attach_files(self, files: Sequence[MediaFile]) -> None:
         """Attach files to the next message and print one line for each."""
@@ -474,6 +474,20 @@ def join_lines(lines: Sequence[str]) -> str | None:
     if lines[-1].endswith("\\"):
         return None
     return "\n".join([*(line.removesuffix("\\") for line in lines[:-1]), lines[-1]]).strip()
+
+
+def expand_path(name: str) -> Path:
+    """Return the path of a file that a command names. Raises `InvalidArgument` for the home of an unknown user.
+
+    >>> expand_path("~nobody-here/talk.json")
+    Traceback (most recent call last):
+    ...
+    afterglow.errors.InvalidArgument: `~nobody-here/talk.json` is in a home directory that does not exist
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise InvalidArgument(name, "is in a home directory that does not exist") from None
 
 
 def record_parts(deltas: Iterable[Delta], parts: list[OutputPart]) -> Iterator[Delta]:
