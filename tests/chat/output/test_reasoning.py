@@ -16,6 +16,7 @@ from afterglow.chat.output.reasoning import (
     find_overlap,
 )
 from afterglow.chat.tools.families.hermes import HERMES
+from afterglow.chat.tools.families.xml import QWEN_CODER
 from afterglow.chat.tools.tool import parse_tools
 from afterglow.errors import InvalidArgument, UnsupportedOption
 
@@ -215,6 +216,21 @@ def test_a_call_inside_truncated_reasoning_is_reasoning():
     )
     parts = parser.feed(f"Hm. {CALL}") + parser.finish(truncated=True)
     assert join_parts(parts) == ParsedOutput("", f"Hm. {CALL}", ())
+
+
+@pytest.mark.parametrize(
+    "text", ["I should use the <function=name> notation. Then I answer 42.", "I write <function=now> or <function=now>"]
+)
+def test_a_mention_of_a_function_tag_in_unclosed_reasoning_is_reasoning(text):
+    for pieces in ([text], list(text)):
+        parser = ReasoningParser(
+            lambda: QWEN_CODER.create_parser(TOOLS),
+            THINK,
+            starts_in="reasoning",
+            call_starts=(*QWEN_CODER.triggers, *QWEN_CODER.other_starts),
+        )
+        parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+        assert join_parts(parts) == ParsedOutput("", text, ())
 
 
 def test_the_beginning_of_a_marker_after_a_call_is_not_text():

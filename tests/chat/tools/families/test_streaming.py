@@ -169,6 +169,29 @@ def test_text_streams_immediately_and_a_partial_marker_is_held_back() -> None:
     assert parser.feed("ase") == [TextDelta(" <tool_case")]
 
 
+MENTIONS = [
+    "To define one, write `<function=name>` and then the body.\n\nParagraph two.",
+    "The tag <function=now>. Next paragraph.",
+    "The tag <function=now>",
+    "<function=dance>\n<parameter=kind>\nwaltz\n</parameter>\n</function>",
+]
+
+
+@pytest.mark.parametrize("text", MENTIONS)
+def test_a_function_tag_without_the_opening_and_an_offered_call_is_text(text: str) -> None:
+    for size in range(1, len(text) + 1):
+        output = join_parts(parse("qwen-coder", [text[i : i + size] for i in range(0, len(text), size)]))
+        assert (output.text, output.tool_calls) == (text, ())
+
+
+def test_a_call_without_the_opening_follows_a_mention_of_its_tag() -> None:
+    text = "I write <function=now>:\n<function=now>\n</function>\n</tool_call>"
+    for size in range(1, len(text) + 1):
+        output = join_parts(parse("qwen-coder", [text[i : i + size] for i in range(0, len(text), size)]))
+        assert output.text == "I write <function=now>:"
+        assert [(call.name, call.arguments) for call in output.tool_calls] == [("now", "{}")]
+
+
 def test_a_json_answer_streams() -> None:
     parser = TOOL_FAMILIES["llama"].create_parser(TOOLS)
     assert parser.feed('{"na') == []

@@ -54,11 +54,16 @@ class XmlTags:
     value: tuple[str, str]
     call_end: str = ""  # end of one call in the block; "" if the closing ends it
     values_on_own_lines: bool = False  # one newline before and one after a value are not part of it
-    opening_optional: bool = False  # models may omit the opening
+    opening_optional: bool = False  # models may omit the opening before a call of an offered tool
     calls_share_block: bool = False  # one block contains several calls
     attributes_end: str = ""  # attributes follow the name and every key up to this text; "" if there are none
     attributes: TagAttributes | None = None
     has_cdata: bool = False  # a value may be in a CDATA section
+
+    @property
+    def argument_starts(self) -> tuple[str, ...]:
+        """Tags that begin an argument or end the call."""
+        return (self.key[0], self.closing, *filter(None, [self.call_end]))
 
 
 class XmlToolParser(ToolParser):
@@ -75,12 +80,12 @@ class XmlToolParser(ToolParser):
             scanner.mark(len(opening))
             if opening != tags.opening:
                 scanner.unread(opening)
-            yield from self._parse_block()
+            yield from self._parse_block(has_opening=opening == tags.opening)
 
-    def _parse_block(self) -> ParseSteps[None]:
+    def _parse_block(self, *, has_opening: bool) -> ParseSteps[None]:
         """Parse the calls after the opening, and the closing."""
         tags, scanner = self._tags, self.scanner
-        while (yield from self._parse_call()):
+        while (yield from self._parse_call(require_known_tool=not has_opening)):
             yield from scanner.take_whitespace()
             if not tags.call_end:
                 return
@@ -88,10 +93,11 @@ class XmlToolParser(ToolParser):
                 yield from scanner.skip_any(tags.closing)
                 return
             scanner.mark()
-        self.reject_call(after_marker=True)
+        self.reject_call(after_marker=has_opening)
 
-    def _parse_call(self) -> ParseSteps[bool]:
-        """Parse one call; return whether there is one."""
+    def _parse_call(self, *, require_known_tool: bool) -> ParseSteps[bool]:
+        """Parse one call; return whether there is one. With `require_known_tool`, only a known name before a tag is a
+        call: text may mention the tag of a name."""
         before, after = self._tags.name
         yield from self.scanner.take_whitespace()
         if before and not (yield from self.scanner.skip_any(before)):
@@ -104,6 +110,10 @@ class XmlToolParser(ToolParser):
             name_ends = yield from self.scanner.peek_any(self._tags.key[0], self._tags.closing)
         if not name or not name_ends:
             return False
+        if require_known_tool:
+            yield from self.scanner.take_whitespace()
+            if name not in self.tools or not (yield from self.scanner.peek_any(*self._tags.argument_starts)):
+                return False
         if self._tags.attributes_end:
             yield from self.scanner.stream_until(self._tags.attributes_end, sink=ignore_text)
             if self.scanner.is_exhausted:
@@ -117,9 +127,8 @@ class XmlToolParser(ToolParser):
     def _parse_argument(self, name: str, arguments: ArgumentsBuilder) -> ParseSteps[bool]:
         """Parse one argument, or the end of the call; return False if the call ends or is truncated."""
         tags, scanner = self._tags, self.scanner
-        endings = (tags.key[0], tags.closing, *filter(None, [tags.call_end]))
         # Text between two arguments belongs to neither and is dropped.
-        ending = yield from scanner.stream_until(*endings, sink=ignore_text)
+        ending = yield from scanner.stream_until(*tags.argument_starts, sink=ignore_text)
         if ending != tags.key[0]:
             if ending is not None:
                 arguments.finish()
