@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
+from typing import Annotated, Any
+
+import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +19,7 @@ from afterglow.chat.tools.tool import parse_tools
 from afterglow.engine.sampling.stops import StopMatcher
 from afterglow.errors import InvalidArgument
 from afterglow.testing import models
+from afterglow.testing.script import script_answers
 
 THINK = next(format for format in REASONING_FORMATS if format.start_tag == "<think>")
 TOOLS = parse_tools([{"type": "function", "function": {"name": "paint"}}])
@@ -79,3 +84,51 @@ def test_a_multibyte_stop_matches_across_tokens():
 def test_of_overlapping_stops_the_one_that_ends_first_matches():
     output, matched = parse([b"one tw", b"o three"], ["two three", "wo"])
     assert (output.text, matched) == ("one t", "wo")
+
+
+class Even(pydantic.BaseModel):
+    number: int
+
+    @pydantic.field_validator("number")
+    @classmethod
+    def check(cls, value: int) -> int:
+        if value % 2:
+            raise ValueError("must be even")
+        return value
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("response_format", "answer", "stop", "text", "parsed"),
+    [
+        (list[int], "[1, 2]", [], "[1, 2]", [1, 2]),
+        (list[int], "[1, 2]", [", 2"], "[1", None),
+        (int, "10", ["0"], "1", None),  # the text before the stop is another value
+        ({"type": "json_object"}, '{"a": 2}', [": 2"], '{"a"', None),
+        (Even, '{"number": 2}', [], '{"number": 2}', Even(number=2)),
+        (Even, '{"number": 3}', [], '{"number": 3}', None),
+        (list[ipaddress.IPv4Network], '["x"]', [], '["x"]', None),
+    ],
+)
+def test_a_text_that_is_no_value_of_the_response_format_is_not_parsed(
+    response_format: Any, answer: str, stop: list[str], text: str, parsed: Any
+):
+    with afterglow.load(models.get_path("attention"), context=256) as model, script_answers(model, [answer, answer]):
+        response = model.chat("Hello", response_format=response_format, stop=stop)
+        stream = model.chat("Hello", response_format=response_format, stop=stop, stream=True)
+        assert "".join(part.text for part in stream) == text
+    for result in (response, stream.response):
+        assert (result.text, result.finish_reason, result.parsed) == (text, "stop", parsed)
+
+
+@pytest.mark.native
+def test_the_response_is_available_after_a_validator_failed():
+    def fail(value: int) -> int:
+        raise KeyError(value)
+
+    hint = Annotated[int, pydantic.AfterValidator(fail)]
+    with afterglow.load(models.get_path("attention"), context=256) as model, script_answers(model, ["5"]):
+        stream = model.chat("Hello", response_format=hint, stream=True)
+        with pytest.raises(KeyError):
+            stream.result()
+    assert (stream.response.text, stream.response.parsed) == ("5", None)

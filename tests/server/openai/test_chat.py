@@ -138,6 +138,17 @@ def test_the_output_conforms_to_a_json_schema(server: ServerProcess) -> None:
     assert completion["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_an_answer_inside_a_json_object(server: ServerProcess, stream: bool) -> None:
+    fields: dict[str, Any] = {"response_format": {"type": "json_object"}, "stop": ["{", ":"], "max_tokens": 60}
+    if stream:
+        events = server.collect_events("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, **fields})
+        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+    else:
+        completion = server.chat(**fields)
+        assert (completion["status"], completion["choices"][0]["finish_reason"]) == (200, "stop")
+
+
 def test_a_trailing_assistant_message_is_continued(server: ServerProcess) -> None:
     """The tiny model writes the alphabet from the letter that it reads last."""
     messages = [*MESSAGES, {"role": "assistant", "content": "xyz and abc"}]

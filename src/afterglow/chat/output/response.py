@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,7 +35,7 @@ class ChatResponse:
     stop_reason: str | int | None  # the stop text or stop token that ended the response
     tokens: tuple[Token, ...] = field(repr=False)
     usage: Usage
-    parsed: Any = None  # the text parsed by the response format, if the response is complete
+    parsed: Any = None  # the text parsed by the response format; None if it is cut off or the type rejects it
     alternatives: tuple[ChatResponse, ...] = ()  # the other responses of a request with n > 1
     truncation: Truncation | None = None  # what was dropped from the conversation by the overflow policy
 
@@ -190,8 +191,7 @@ class ChatStream:
         delta, output = Delta(self._record_parts(parts)), join_parts(self._parts)
         if self._format.record is not None:
             self._format.record([token.token for token in self._tokens], self._parts, finished)
-        parse = self._format.parse if is_complete and not output.tool_calls else None
-        self._response = ChatResponse(
+        response = self._response = ChatResponse(
             text=output.text,
             reasoning=output.reasoning,
             tool_calls=output.tool_calls,
@@ -203,9 +203,13 @@ class ChatStream:
                 replayed_tokens=self._format.replay.replayed_tokens,
                 replay_misses=tuple(self._format.replay.misses.items()),
             ),
-            parsed=None if parse is None else parse(output.text),
             truncation=self._format.truncation,
         )
+        # The text before a stop text is only a part of the value.
+        has_end = is_complete and not isinstance(stop, str)
+        if self._format.parse is not None and has_end and not output.tool_calls:
+            with contextlib.suppress(ValueError, RecursionError):  # validators may reject what the schema allows
+                self._response = replace(response, parsed=self._format.parse(output.text))
         return delta
 
     def _record_parts(self, parts: list[OutputPart]) -> tuple[OutputPart, ...]:
