@@ -809,6 +809,27 @@ def test_an_unknown_anchor_is_an_error() -> None:
     assert caught.value.name == "json_schema.properties.a.$ref"
 
 
+@pytest.mark.parametrize(
+    ("schema", "name"),
+    [
+        ({"$ref": "//[#x"}, "json_schema.$ref"),
+        ({"$id": "http://[x#"}, "json_schema.$id"),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "id": "http://[x#"}, "json_schema.id"),
+        ({"$id": "https://example.org/", "items": {"$ref": "http://[x"}}, "json_schema.items.$ref"),
+    ],
+)
+def test_an_invalid_uri_is_an_error_that_names_its_keyword(schema: Any, name: str) -> None:
+    with pytest.raises(InvalidArgument, match="is not a URI: Invalid IPv6 URL") as caught:
+        to_enforceable_schema(schema)
+    assert caught.value.name == name
+
+
+def test_a_reference_to_a_position_after_the_end_of_a_list_is_an_error() -> None:
+    for position in ("1", "9" * 5_000):
+        with pytest.raises(UnsupportedOption, match="does not refer to a schema of this document"):
+            to_enforceable_schema({"allOf": [True], "items": {"$ref": f"#/allOf/{position}"}})
+
+
 # --- one path: response formats, tools and strict tools
 
 PATHS_SCHEMA = {

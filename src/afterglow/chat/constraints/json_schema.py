@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import DefragResult, unquote, urldefrag, urljoin
 
 import llguidance
 
@@ -221,22 +221,23 @@ class SchemaRewriter:
         if not isinstance(schema, dict):
             raise InvalidArgument(where, f"must be a schema, not {type(schema).__name__}")
         _check_keywords(schema, where, self._draft)
-        base = self._record_names(schema, base if depth else "")
+        base = self._record_names(schema, where, base if depth else "")
         self._bases[id(schema)], self._locations[id(schema)] = base, where
         self._mentions_unique_items |= "uniqueItems" in schema
         self._references += [schema] if "$ref" in schema else []
         for location, subschema in _list_subschemas(schema, where):
             self._collect(subschema, location, base, depth + 1)
 
-    def _record_names(self, schema: dict[str, Any], base: str) -> str:
+    def _record_names(self, schema: dict[str, Any], where: str, base: str) -> str:
         """Record the `$id` and the anchors of a schema; return the base URI of its references."""
-        identifier = schema.get("id" if self._draft == 4 else "$id")
+        keyword = "id" if self._draft == 4 else "$id"
+        identifier = schema.get(keyword)
         if isinstance(identifier, str) and not ("$ref" in schema and self._draft <= 7):
-            uri = urljoin(base, identifier)
+            uri = _join_uri(base, identifier, f"{where}.{keyword}")
             if identifier.startswith("#") and self._draft <= 7:
-                self._schemas[uri] = schema
+                self._schemas[uri.geturl()] = schema
             else:
-                base = urldefrag(uri).url
+                base = uri.url
                 self._schemas[base] = schema
         for keyword in ("$anchor", "$dynamicAnchor"):
             if isinstance(schema.get(keyword), str):
@@ -257,7 +258,7 @@ class SchemaRewriter:
         where, reference = f"{self._locations[id(schema)]}.$ref", schema["$ref"]
         if not isinstance(reference, str):
             raise InvalidArgument(where, f"must be text, not {type(reference).__name__}")
-        uri = urldefrag(urljoin(self._bases[id(schema)], reference))
+        uri = _join_uri(self._bases[id(schema)], reference, where)
         return uri.url, uri.fragment
 
     def _find_target(self, document: str, fragment: str) -> Any:
@@ -499,6 +500,18 @@ class SchemaRewriter:
             negated = simplify(result.pop("not"))
             members.append(not negated if isinstance(negated, bool) else {"not": negated})
         return _intersect([_may_be_string(schema), result or True, *members])
+
+
+def _join_uri(base: str, reference: str, where: str) -> DefragResult:
+    """Return the URI of a reference below a base URI, split at its fragment.
+
+    >>> _join_uri("https://example.org/a.json", "b.json#x", "$ref").url
+    'https://example.org/b.json'
+    """
+    try:
+        return urldefrag(urljoin(base, reference))
+    except ValueError as error:
+        raise InvalidArgument(where, f"is not a URI: {error}") from None
 
 
 def _list_subschemas(schema: dict[str, Any], where: str) -> list[tuple[str, JsonSchema]]:

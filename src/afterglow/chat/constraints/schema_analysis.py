@@ -5,6 +5,7 @@ The answers are safe: more types than possible, no list of values, or "not disjo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -14,13 +15,14 @@ Resolver: TypeAlias = Callable[[dict[str, Any]], JsonSchema]  # returns the targ
 ALL_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 IN_PLACE_KEYWORDS = ("allOf", "anyOf", "oneOf")  # lists of schemas that apply to the same instance
 MAX_NESTED_SCHEMAS = 16  # references and subschemas in place that are followed
+ARRAY_INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # in a JSON pointer
 
 
 def resolve_pointer(document: Any, pointer: str) -> Any:
     """Return the part of a document that a JSON pointer names; None if there is none."""
     for name in pointer.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(document, list) and name.isdecimal() and int(name) < len(document):
+        if isinstance(document, list) and ARRAY_INDEX.fullmatch(name) and int(name) < len(document):
             document = document[int(name)]
         else:
             document = document.get(name) if isinstance(document, dict) else None
