@@ -1,4 +1,4 @@
-"""Schemas whose objects have only the properties that they name."""
+"""Response formats: objects have only the properties that they name, and invalid fields are refused by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from afterglow.chat.constraints.response_format import forbid_additional_properties
+from afterglow.chat.constraints.response_format import forbid_additional_properties, parse_response_format
+from afterglow.errors import InvalidArgument
 
 A, B = {"properties": {"a": {"type": "string"}}}, {"properties": {"b": {"type": "string"}}}
 CLOSED = {"additionalProperties": False}
@@ -39,3 +40,18 @@ def test_a_property_may_have_the_name_of_a_keyword() -> None:
         "properties": {"properties": {"type": "string"}, "enum": {**A, **CLOSED}},
         **CLOSED,
     }
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ({"type": ["text"]}, "response_format.type"),
+        ({"type": {}}, "response_format.type"),
+        ({"type": "text", "pattern": "a", 5: 1}, "response_format.5"),
+        ({"type": "json_schema", "json_schema": {"schema": {}, "x": 1, 5: 1}}, "response_format.json_schema.5"),
+    ],
+)
+def test_an_invalid_field_is_refused_by_name(value: Any, name: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_response_format(value)
+    assert caught.value.name == name

@@ -107,9 +107,9 @@ def build_response_format_spec(value: Any, where: str = "response_format") -> Gr
     if not isinstance(value, Mapping):
         raise InvalidArgument(where, f"must be an object with a `type`, not {type(value).__name__}")
     kind = value.get("type")
-    if kind not in RESPONSE_FORMAT_FIELDS:
+    if not isinstance(kind, str) or kind not in RESPONSE_FORMAT_FIELDS:
         raise InvalidArgument(f"{where}.type", f"must be one of {', '.join(RESPONSE_FORMAT_FIELDS)}, not {kind!r}")
-    if unknown := sorted(set(value) - {"type"} - RESPONSE_FORMAT_FIELDS[kind]):
+    if unknown := sorted(map(str, set(value) - {"type"} - RESPONSE_FORMAT_FIELDS[kind])):
         raise InvalidArgument(f"{where}.{unknown[0]}", f"is not a field of the format {kind}")
     match kind:
         case "json_object":
@@ -186,7 +186,7 @@ def _unwrap_schema(value: Any, where: str) -> Any:
     """Unwrap OpenAI's `json_schema` object. `strict` has no effect: schemas are always enforced."""
     if not isinstance(value, Mapping):
         raise InvalidArgument(where, "must be an object with `name` and `schema`")
-    if unknown := sorted(set(value) - {"name", "description", "schema", "strict"}):
+    if unknown := sorted(map(str, set(value) - {"name", "description", "schema", "strict"})):
         raise InvalidArgument(f"{where}.{unknown[0]}", "is not a field of `json_schema`")
     if "schema" not in value:
         raise InvalidArgument(f"{where}.schema", "is missing")
