@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from afterglow.chat.messages import parse_messages
@@ -24,3 +26,25 @@ def test_the_refusal_of_an_assistant_message_is_its_text() -> None:
 def test_a_refusal_beside_content_or_of_another_role_is_rejected(message: dict[str, str]) -> None:
     with pytest.raises(InvalidArgument, match=r"messages\[0\].refusal"):
         parse_messages([message])
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"tool_calls": 5}, "tool_calls"),
+        ({"tool_calls": "f()"}, "tool_calls"),
+        ({"tool_calls": call("{}")}, "tool_calls"),
+        ({"tool_calls": [call({1, 2})]}, "tool_calls[0].function.arguments"),
+        ({"tool_calls": [call("{}"), call({"a": float("nan")})]}, "tool_calls[1].function.arguments"),
+        ({"content": "Yes.", "x": 1, 5: 1}, "5"),
+        ({"content": "Yes.", "reasoning_content": 5}, "reasoning_content"),
+    ],
+)
+def test_an_invalid_field_is_refused_by_name(fields: dict[Any, Any], name: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_messages([{"role": "assistant", **fields}])
+    assert caught.value.name == f"messages[0].{name}"

@@ -81,9 +81,11 @@ def _parse_message(value: MessageLike, where: str) -> Message:
         return Message(role=_check_role(role, f"{where}.role"), content=check_text(content, f"{where}.content"))
     if not isinstance(value, Mapping):
         raise InvalidArgument(where, f"must be a message, not {type(value).__name__}")
-    if unknown := sorted(set(value) - MESSAGE_FIELDS):
+    if unknown := sorted(map(str, set(value) - MESSAGE_FIELDS)):
         raise InvalidArgument(f"{where}.{unknown[0]}", "is not a field of a message")
     role, calls = _check_role(value.get("role"), f"{where}.role"), value.get("tool_calls") or ()
+    if isinstance(calls, str | bytes) or not isinstance(calls, Sequence):
+        raise InvalidArgument(f"{where}.tool_calls", f"must be a list of calls, not {type(calls).__name__}")
     may_be_empty = value.get("refusal") or (
         role == "assistant" and (calls or value.get("reasoning_content") or value.get("reasoning"))
     )
@@ -120,10 +122,15 @@ def _parse_tool_call(value: Any, where: str) -> ToolCall:
     if not isinstance(function, Mapping):
         raise InvalidArgument(where, "must have a `function` with `name` and `arguments`")
     arguments = function.get("arguments", "{}")
+    if not isinstance(arguments, str):
+        try:
+            arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"{where}.function.arguments", f"must be JSON: {error}") from None
     return ToolCall(
         id=_check_optional_text(value.get("id"), f"{where}.id") or "",
         name=check_text(function.get("name"), f"{where}.function.name"),
-        arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+        arguments=arguments,
     )
 
 
