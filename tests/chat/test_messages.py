@@ -42,9 +42,24 @@ def call(arguments: Any) -> dict[str, Any]:
         ({"tool_calls": [call("{}"), call({"a": float("nan")})]}, "tool_calls[1].function.arguments"),
         ({"content": "Yes.", "x": 1, 5: 1}, "5"),
         ({"content": "Yes.", "reasoning_content": 5}, "reasoning_content"),
+        ({"content": "Yes.", "reasoning": 5}, "reasoning"),
     ],
 )
 def test_an_invalid_field_is_refused_by_name(fields: dict[Any, Any], name: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_messages([{"role": "assistant", **fields}])
     assert caught.value.name == f"messages[0].{name}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning": "So."},
+        {"reasoning_content": "So."},
+        {"reasoning_content": None, "reasoning": "So."},
+        {"reasoning_content": "So.", "reasoning": "Or so."},
+    ],
+)
+def test_the_reasoning_is_the_first_of_both_fields_that_has_one(fields: dict[str, Any]) -> None:
+    (message,) = parse_messages([{"role": "assistant", "content": "Yes.", **fields}])
+    assert message.reasoning == "So."

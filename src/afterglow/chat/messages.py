@@ -96,13 +96,12 @@ def _parse_message(value: MessageLike, where: str) -> Message:
         if content or role != "assistant":
             raise InvalidArgument(f"{where}.refusal", "is the text of an assistant message without `content`")
         content = refusal
+    reasoning_field = "reasoning" if value.get("reasoning_content") is None else "reasoning_content"
     return Message(
         role=role,
         content=content,
         attachments=attachments,
-        reasoning=_check_optional_text(
-            value.get("reasoning_content", value.get("reasoning")), f"{where}.reasoning_content"
-        ),
+        reasoning=_check_optional_text(value.get(reasoning_field), f"{where}.{reasoning_field}"),
         tool_calls=tuple(_parse_tool_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)),
         tool_call_id=_check_optional_text(value.get("tool_call_id"), f"{where}.tool_call_id"),
         name=_check_optional_text(value.get("name"), f"{where}.name"),
