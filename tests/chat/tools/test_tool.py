@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import pytest
+from pydantic import Field
 
 from afterglow.chat.tools.tool import Tool, parse_tools
 from afterglow.errors import InvalidArgument, UnsupportedOperation
@@ -52,6 +54,32 @@ def test_an_invalid_definition_is_reported_with_its_path(value: Any, where: str)
     with pytest.raises(InvalidArgument) as error:
         parse_tools(value)
     assert error.value.name == where
+
+
+@pytest.mark.parametrize("function", [max, dict, int])
+def test_a_function_without_a_signature_is_refused_by_name(function: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidArgument, match="has no signature") as error:
+        parse_tools([function])
+    assert error.value.name == f"tools[0].{function.__name__}"
+
+
+@pytest.mark.parametrize(
+    ("hint", "name"),
+    [
+        ("Nowhere", "tools[0].look"),
+        ("list[", "tools[0].look"),
+        ("int.b", "tools[0].look"),
+        ("1+'a'", "tools[0].look"),
+        (Annotated[str, Field(pattern="(")], "tools[0].look.value"),
+    ],
+)
+def test_an_invalid_hint_is_refused_by_name(hint: Any, name: str) -> None:
+    def look(value: Any) -> None: ...
+
+    look.__annotations__["value"] = hint
+    with pytest.raises(InvalidArgument) as error:
+        parse_tools([look])
+    assert error.value.name == name
 
 
 def test_a_tool_without_a_function_cannot_be_called() -> None:

@@ -52,6 +52,8 @@ def build_schema(hint: Any, where: str) -> dict[str, Any]:
         schema = _build_adapter(hint).json_schema(schema_generator=SchemaGenerator)
     except pydantic.PydanticUserError:
         raise InvalidArgument(where, f"has the hint {hint!r}, which is not a JSON type") from None
+    except Exception as error:  # hooks of the type may raise anything
+        raise InvalidArgument(where, f"has the hint {hint!r}, which is invalid: {error}") from None
     inlined = inline_references(schema["additionalProperties"], schema.get("$defs", {}), where)
     return {**_find_description(hint), **(inlined if isinstance(inlined, dict) else {})}
 

@@ -195,8 +195,9 @@ def _parse_function(function: Callable[..., Any], where: str) -> Tool:
     description, parameter_descriptions = parse_docstring(inspect.getdoc(function) or "")
     try:
         hints = get_parameter_hints(function)
-    except NameError as error:
-        raise InvalidArgument(f"{where}.{name}", f"has an unresolvable type hint: {error}") from None
+    except Exception as error:  # a hint in text is an expression, which may raise anything
+        reason = f"has no signature, or an unresolvable type hint: {error}"
+        raise InvalidArgument(f"{where}.{name}", reason) from None
     properties: dict[str, Any] = {}
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
