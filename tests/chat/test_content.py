@@ -113,6 +113,7 @@ def test_c6_an_id_must_match_the_bytes():
         ({"type": "image_url", "image_url": {"url": IMAGE_URI, "detail": "medium"}}, ".image_url.detail"),
         ({"type": "image_url", "image_url": {"url": IMAGE_URI, "detail": []}}, ".image_url.detail"),
         ({"type": "image_url", "image_url": IMAGE_URI, "size": 7}, ".size"),
+        ({"type": "image_url", "image_url": IMAGE_URI, "size": 7, 5: 7}, ".5"),
         ({"type": "image_url", "image_url": IMAGE_URI, "id": "xyz"}, ".id"),
         ({"type": "input_image", "image_url": {"url": IMAGE_URI}}, ".image_url"),
         ({"type": "image"}, ".source"),
@@ -129,6 +130,24 @@ def test_an_invalid_part_is_an_error_that_names_the_field(part, where):
     with pytest.raises(InvalidArgument) as caught:
         parse_messages([{"role": "user", "content": [part]}])
     assert caught.value.name == f"messages[0].content[0]{where}" or not where
+
+
+@pytest.mark.parametrize(
+    ("images", "name"),
+    [([5], "images[0]"), ([IMAGE_URI, None], "images[1]"), ("a.png", "images"), (b"a", "images"), (5, "images")],
+)
+def test_invalid_images_are_refused_by_name(images: Any, name: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        build_user_message("What is this?", images)
+    assert caught.value.name == name
+    with pytest.raises(InvalidArgument) as caught:
+        build_user_message("What is this?", audio=images)
+    assert caught.value.name == name.replace("images", "audio")
+
+
+def test_a_path_below_the_home_of_an_unknown_user_is_an_error_that_names_it() -> None:
+    with pytest.raises(InvalidMedia, match=r"~nouser123/a\.png cannot be read"):
+        build_attachments("image", [Path("~nouser123/a.png")])
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def parse_content(value: Any, where: str) -> tuple[str, tuple[Attachment, ...]]:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(kind, str) or kind not in PART_FIELDS:
             raise InvalidArgument(f"{part_path}.type", f"must be one of {', '.join(PART_FIELDS)}, not {kind!r}")
-        if unknown := sorted(set(part) - COMMON_PART_FIELDS - PART_FIELDS[kind]):
+        if unknown := sorted(map(str, set(part) - COMMON_PART_FIELDS - PART_FIELDS[kind])):
             raise InvalidArgument(f"{part_path}.{unknown[0]}", f"is not a field of a part of type {kind}")
         if "text" in PART_FIELDS[kind]:
             parts.append(check_text(part.get("text"), f"{part_path}.text"))
@@ -235,11 +235,19 @@ def _to_openai_part(attachment: Attachment) -> dict[str, Any]:
 def build_attachments(kind: Modality, sources: Iterable[AttachmentSource]) -> tuple[Attachment, ...]:
     """Build attachments at the start of a message from bytes, local files or message sources. A `Path` is a file of
     the caller and is read immediately."""
+    name = "images" if kind == "image" else "audio"
+    if isinstance(sources, str | bytes) or not isinstance(sources, Iterable):
+        raise InvalidArgument(name, f"must be a list, not {type(sources).__name__}")
     attachments: list[Attachment] = []
-    for source in sources:
+    for index, source in enumerate(sources):
         if isinstance(source, Path):
-            path = source.expanduser().absolute()
+            try:
+                path = source.expanduser().absolute()
+            except RuntimeError as error:  # no home directory
+                raise InvalidMedia(str(source), str(error)) from None
             source = load_media_bytes(kind, str(path), MediaPolicy(allowed_directory=path.anchor))
+        if not isinstance(source, str | bytes | bytearray | memoryview):
+            raise InvalidArgument(f"{name}[{index}]", f"must be bytes, a path or text, not {type(source).__name__}")
         if not isinstance(source, str):
             source = f"data:{kind}/*;base64,{base64.b64encode(source).decode()}"
         attachments.append(Attachment(kind=kind, source=source))
