@@ -129,7 +129,8 @@ def test_a_text_survives_wrapping_and_reading_in_pieces(escape: bool) -> None:
 
 
 def test_arguments_of_another_form_are_the_text() -> None:
-    for arguments, text in (('{"patch": "x"}', "x"), ('"x"', "x"), ("x", "x"), ('{"a": 1}', '{"a": 1}')):
+    invalid = (r'{"patch": "\ud83d"}', "\ufffd")
+    for arguments, text in (('{"patch": "x"}', "x"), invalid, ('"x"', "x"), ("x", "x"), ('{"a": 1}', '{"a": 1}')):
         reader = TextInputReader()
         assert reader.feed(arguments) + reader.finish() == text
 

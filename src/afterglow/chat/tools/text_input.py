@@ -15,6 +15,7 @@ from typing import Any
 
 from afterglow.chat.constraints.grammar import validate_spec
 from afterglow.chat.constraints.lark_regex import convert_lark
+from afterglow.chat.tools.parsing.json_values import repair_surrogates
 from afterglow.chat.tools.tool import TEXT_PARAMETER, TextInput, Tool
 from afterglow.errors import InvalidArgument, InvalidGrammar, UnsupportedOption
 
@@ -80,7 +81,7 @@ def unwrap_text_input(arguments: str) -> str:
         text = values.get(TEXT_PARAMETER, next(iter(values.values())) if len(values) == 1 else None)
     else:
         text = values
-    return text if isinstance(text, str) else arguments
+    return repair_surrogates(text) if isinstance(text, str) else arguments
 
 
 class TextInputReader:
@@ -125,4 +126,4 @@ def _decode(escaped: str) -> str:
         text: str = json.loads(f'"{escaped}"', strict=False)
     except ValueError:  # an escape that JSON does not have
         return escaped
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return repair_surrogates(text)

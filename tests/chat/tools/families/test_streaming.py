@@ -108,6 +108,26 @@ def test_any_text_survives_as_an_argument(family: str, text: str) -> None:
     assert [json.loads(call.arguments) for call in output.tool_calls] == [{"city": text}]
 
 
+@pytest.mark.parametrize(("escapes", "text"), [(r"\ud83d\ude00", "😀"), (r"\ud83d", "\ufffd"), (r"a\ude00", "a\ufffd")])
+@pytest.mark.parametrize(
+    ("family", "raw"),
+    [
+        ("pythonic", "[get_weather(city='{}')]"),
+        ("qwen-coder", "<tool_call><function=look><parameter=city>\n['{}']\n</parameter></function></tool_call>"),
+        ("glm", "<tool_call>look\n<arg_key>city</arg_key><arg_value>['{}']</arg_value></tool_call>"),
+        ("hermes", r'<tool_call>{{"name": "get_weather", "arguments": "{{\"city\": \"{}\"}}"}}</tool_call>'),
+        ("hermes", r'<tool_call>{{"arguments": "{{\"city\": \"{}\"}}", "name": "get_weather"}}</tool_call>'),
+        ("hermes", r'<tool_call>{{"name": "{}", "arguments": {{"city": "Paris"}}}}</tool_call>'),
+        ("apertus", r'<|tools_prefix|>[{{"{}": {{"city": "Paris"}}}}]<|tools_suffix|>'),
+    ],
+)
+def test_a_call_with_escaped_surrogates_can_be_encoded(family: str, raw: str, escapes: str, text: str) -> None:
+    for pieces in ([raw.format(escapes)], list(raw.format(escapes))):
+        (call,) = join_parts(parse(family, pieces)).tool_calls
+        assert text in call.name + call.arguments
+        assert (call.name + call.arguments).encode()
+
+
 @pytest.mark.parametrize(
     "recorded", [recorded for recorded in RECORDED_OUTPUTS if recorded.calls and not recorded.text], ids=str
 )

@@ -6,6 +6,7 @@ import json
 import string
 from typing import Any
 
+from afterglow.chat.tools.parsing.json_values import repair_surrogates
 from afterglow.chat.tools.parsing.parser import ToolParser
 from afterglow.chat.tools.parsing.scanner import CharPosition, ParseSteps, TextScanner, TextSink
 
@@ -58,11 +59,12 @@ def read_json_value(scanner: TextScanner) -> ParseSteps[tuple[str, bool]]:
 
 
 def load_json(text: str) -> Any:
-    """Decode JSON text; None if it is invalid."""
+    """Decode JSON text; None if it is invalid. A string has no surrogates."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return None
+    return repair_surrogates(value) if isinstance(value, str) else value
 
 
 class JsonCallParser:

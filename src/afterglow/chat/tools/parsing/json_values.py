@@ -60,13 +60,23 @@ def literal_to_json(text: str) -> str | None:
     try:
         # Models write raw newlines inside Python strings.
         value = ast.literal_eval(text.replace("\n", "\\n") if text[:1] in ("'", '"') else text)
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return repair_surrogates(json.dumps(value, ensure_ascii=False, allow_nan=False))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
 
 
 def _reject_constant(name: str) -> None:
     raise ValueError(name)
+
+
+def repair_surrogates(text: str) -> str:
+    """Return text without surrogates: pairs, which escapes of JSON and Python may be, become their character, and
+    unpaired ones U+FFFD.
+
+    >>> repair_surrogates("\\ud83d\\ude00"), repair_surrogates("\\ud83d")
+    ('😀', '�')
+    """
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def to_json_string(text: str) -> str:
