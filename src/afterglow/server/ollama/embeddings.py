@@ -51,7 +51,7 @@ async def create_embeddings(state: ServerState, library: ModelLibrary, body: Oll
     """Embed each text."""
     texts = ([body.input] if body.input else []) if isinstance(body.input, str) else body.input
     limits.check_limit(state.settings, "max_inputs", "input", len(texts))
-    options = body.options or OllamaOptions()
+    options = body.options or OllamaOptions.model_validate({})
     refuse_adapters(state.models, body.model, "an embedding")
     check_options(options)
     opened = await library.open(body.model, num_ctx=options.num_ctx, keep_alive=body.keep_alive)
@@ -77,7 +77,7 @@ async def create_embedding(
     state: ServerState, library: ModelLibrary, body: OllamaEmbeddingsRequest, salt: str
 ) -> Response:
     """Embed one text. Without a text, the model is loaded."""
-    options = body.options or OllamaOptions()
+    options = body.options or OllamaOptions.model_validate({})
     refuse_adapters(state.models, body.model, "an embedding")
     check_options(options)
     opened = await library.open(body.model, num_ctx=options.num_ctx, keep_alive=body.keep_alive)

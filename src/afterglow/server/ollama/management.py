@@ -322,7 +322,7 @@ def create_model(library: ModelLibrary, body: OllamaCreateRequest) -> None:
     """Create a model from another one, whose settings apply unless the body has its own. Blocking."""
     base = make_copy(library, body.source, body.model_name)
     license_texts = [body.license] if isinstance(body.license, str) else body.license
-    options = body.parameters or OllamaOptions()
+    options = body.parameters or OllamaOptions.model_validate({})
     parameters = options.model_dump(exclude=list_synonyms(OllamaOptions), exclude_none=True)
     messages = [message.model_dump(exclude_none=True) for message in body.messages or ()]
     template = conversion.check_template(body.template)
