@@ -106,6 +106,7 @@ def test_notation(grammar: str, good: str, bad: str) -> None:
         ('start: "ab".."c"', "two characters"),
         ('start: "(" start ")"', "no text matches"),
         ('start: ("a"', "is expected"),
+        ('start: "a"~' + "9" * 5000, "more than 9 digits"),
         ("start: " + "\n".join(f"r{i} r{i}\nr{i}: " for i in range(30)) + f'"{"a" * 2000}"', "characters"),
     ],
 )

@@ -802,6 +802,12 @@ def test_a_schema_below_an_unknown_keyword_is_checked_if_it_is_referred_to() -> 
     assert caught.value.name == "json_schema.components.A.maxLenght"
 
 
+def test_a_count_of_too_many_digits_in_a_pattern_of_names_is_an_error() -> None:
+    names = {"pattern": f"^[a]{{{'9' * 5000}}}$", "maxLength": 3}
+    with pytest.raises(UnsupportedOption, match="the length of names"):
+        build_json_schema_grammar({"type": "object", "propertyNames": names})
+
+
 def test_an_unknown_anchor_is_an_error() -> None:
     schema = {"type": "object", "properties": {"a": {"$ref": "#nothing"}}}
     with pytest.raises(UnsupportedOption, match="#nothing does not refer to a schema of this document") as caught:

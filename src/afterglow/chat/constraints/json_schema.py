@@ -119,7 +119,9 @@ COMPLETE_FORMAT_PATTERNS = {
 }
 COMPLETE_PATTERN = re.compile(r"\^.*(?<!\\)\$", re.DOTALL)
 # Pattern of texts of one class of characters: a length can be written into it.
-REPEATED_CHARACTER = re.compile(r"\^(\[(?:[^\]\\]|\\.)+\]|\\[dwsDWS]|\.)([*+?]|\{(\d+)\}|\{(\d+),(\d*)\}|)\$")
+REPEATED_CHARACTER = re.compile(
+    r"\^(\[(?:[^\]\\]|\\.)+\]|\\[dwsDWS]|\.)([*+?]|\{(\d{1,9})\}|\{(\d{1,9}),(\d{0,9})\}|)\$"
+)
 # llguidance computes bounds as 64-bit floats and then as 64-bit integers: the largest float below 2^63, and the range
 # in which floats are exact integers.
 MAX_BOUND = 2**63 - 1024

@@ -20,6 +20,7 @@ from afterglow.errors import InvalidGrammar
 
 MAX_NESTING = 6
 MAX_EXPRESSION_CHARACTERS = 200_000
+MAX_COUNT_DIGITS = 9
 TOKEN_PATTERN = re.compile(
     r"""(?P<comment>(?://|\#)[^\n]*)|(?P<space>[ \t\r]+)|(?P<newline>\n)
     |(?P<string>"(?:\\.|[^"\\\n])*"i?)|(?P<regex>/(?:\\.|[^/\\\n])+/[imslux]*)
@@ -175,6 +176,12 @@ class LarkParser:
             self._fail(f"a {kind} is expected, not {self._text!r}")
         return self._take()
 
+    def _take_count(self) -> int:
+        text = self._expect_kind("number")
+        if len(text) > MAX_COUNT_DIGITS:
+            self._fail(f"a count has more than {MAX_COUNT_DIGITS} digits")
+        return int(text)
+
     def _fail(self, message: str) -> NoReturn:
         raise InvalidGrammar(f"line {self._tokens[self._position][2]}: {message}")
 
@@ -269,13 +276,13 @@ class LarkParser:
             if self._skip(sign):
                 return Repetition(node, *bounds)
         if self._skip("~"):
-            minimum = int(self._expect_kind("number"))
-            return Repetition(node, minimum, int(self._expect_kind("number")) if self._skip("..") else minimum)
+            minimum = self._take_count()
+            return Repetition(node, minimum, self._take_count() if self._skip("..") else minimum)
         if self._skip("{"):
-            minimum = int(self._take()) if self._kind == "number" else 0
+            minimum = self._take_count() if self._kind == "number" else 0
             maximum: int | None = minimum
             if self._skip(","):
-                maximum = int(self._take()) if self._kind == "number" else None
+                maximum = self._take_count() if self._kind == "number" else None
             self._expect("}")
             return Repetition(node, minimum, maximum)
         return node
