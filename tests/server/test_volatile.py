@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -81,6 +82,13 @@ def test_spans_move_behind_all_system_messages_and_text_of_users_never_changes()
     messages, _, hits = move_volatile_spans([*system, *rest])
     assert [message.content for message in messages] == ["One.", f"Two.\n\n{date}", date, date]
     assert hits == {"date": 1}
+
+
+def test_many_tags_without_an_end_take_linear_time() -> None:
+    content = "<git_status>\n" * 30_000  # it took a minute when each tag was searched for its end in all the others
+    started = time.process_time()
+    assert not move_volatile_spans([Message(role="system", content=content)]).hits
+    assert time.process_time() - started < 5
 
 
 def test_moving_twice_changes_nothing_more() -> None:

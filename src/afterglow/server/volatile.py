@@ -51,7 +51,7 @@ RULES = (
         re.compile(
             r"^gitStatus:(?:(?!^gitStatus:)[\s\S])*?^Recent commits:\n(?:[0-9a-f]{7,40} [^\n]*(?:\n|\Z))*"
             r"|^[ \t]*Git status:[^\n]*\n(?:[ MADRCTU?!]{2} [^\n]*(?:\n|\Z))+"
-            r"|^<(git_?status)>[\s\S]*?</\1>(?:\n|\Z)",
+            r"|^<(git_?status)>(?:(?!^<git_?status>)[\s\S])*?</\1>(?:\n|\Z)",
             re.MULTILINE | re.IGNORECASE,
         ),
         "move",
