@@ -248,8 +248,6 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
     model = await state.get_generating_model(model_name)
     requested = state.models.get_requested_model(model_name)
     request.check_limits(state)
-    if request.keep_alive is not None:
-        requested.slot.set_keep_alive(request.keep_alive)
     request = request.apply_defaults(requested.defaults)
     lora = build_lora(state.models, model, model_name, request.sampling_fields.lora)
     request = replace(request.adapt(state, model), lora=lora)
@@ -287,6 +285,8 @@ async def start_generation(state: ServerState, model_name: str | None, request: 
         tracked.fail(error)
         resources.close()
         raise
+    if request.keep_alive is not None:  # a request that is refused changes nothing
+        requested.slot.set_keep_alive(request.keep_alive)
     tracked.engine_ids = tuple(stream.events.id for stream in streams)
     tracked.report("admitted", prompt_tokens=sum(len(prompt.request.entries) for prompt in prompts))
     for stream in streams:

@@ -546,6 +546,8 @@ for ROUTE in ("chat", "completions"):
         assert get_expiry(keep_alive=-1) is None
         assert get_expiry(ttl=3600) is not None
         assert get_expiry(ttl=-1) is None
+        assert "error" in send(server, route, keep_alive="1h", num_ctx=10_000_000)
+        assert get_expiry() is None, "a request that is refused changes nothing"
         assert send(server, route, keep_alive="soon")["error"]["param"] == "keep_alive"
 
     register_hints(
