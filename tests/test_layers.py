@@ -108,7 +108,7 @@ ORDERS = {
         models
         held_models
         adapters state auth
-        media explain
+        media explain large_json
         generation_requests
         generation
         openai.schema anthropic.errors anthropic.schema

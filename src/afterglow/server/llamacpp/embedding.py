@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from numpy.typing import NDArray
 
 from afterglow.server import limits
 from afterglow.server.adapters import refuse_adapters
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
+from afterglow.server.large_json import build_large_response
 from afterglow.server.llamacpp.prompts import list_prompts, tokenize_prompt
 from afterglow.server.llamacpp.schema import LlamaEmbeddingRequest
 from afterglow.server.logs import get_record
@@ -56,10 +56,15 @@ async def create_embeddings(state: ServerState, body: LlamaEmbeddingRequest, sal
     record = get_record()
     record.model, record.prompt_tokens = model.name, sum(map(len, token_lists))
     norm = EUCLIDEAN_NORM if body.embd_normalize is None else body.embd_normalize
-    encoded = [encode_vector(scale_vector(vector, norm), body.encoding_format) for vector in embeddings.vectors]
-    # One vector for each text: a list, because without pooling llama-server has one for each token.
-    data: list[dict[str, Any]] = [{"index": index, "embedding": [vector]} for index, vector in enumerate(encoded)]
-    return JSONResponse(data)
+
+    def build() -> list[dict[str, Any]]:
+        # One vector for each text: a list, because without pooling llama-server has one for each token.
+        return [
+            {"index": index, "embedding": [encode_vector(scale_vector(vector, norm), body.encoding_format)]}
+            for index, vector in enumerate(embeddings.vectors)
+        ]
+
+    return await build_large_response(state, build)
 
 
 def scale_vector(vector: NDArray[np.float32], norm: int) -> NDArray[np.float32]:

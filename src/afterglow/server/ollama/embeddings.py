@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -17,6 +18,7 @@ from afterglow.server import limits
 from afterglow.server.adapters import refuse_adapters
 from afterglow.server.auth import get_tenant_salt, join_salts
 from afterglow.server.errors import invalid_request_error
+from afterglow.server.large_json import build_large_response
 from afterglow.server.logs import get_record
 from afterglow.server.ollama.formatting import to_nanoseconds
 from afterglow.server.ollama.library import ModelLibrary
@@ -62,8 +64,9 @@ async def create_embeddings(state: ServerState, library: ModelLibrary, body: Oll
         lambda: [tokenize_text(opened.model, text, truncate=bool(body.truncate)) for text in texts]
     )
     vectors = await embed_all(state, opened.model, tokens, join_salts(salt, options.cache_salt))
-    return JSONResponse(
-        {
+
+    def build() -> dict[str, Any]:
+        return {
             "model": opened.requested_name,
             "embeddings": shorten_vectors(vectors, body.dimensions or width).tolist() if len(vectors) else [],
             "total_duration": to_nanoseconds(time.monotonic() - opened.started),

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from numpy.typing import NDArray
 
 from afterglow.api.model import Model
@@ -15,6 +14,7 @@ from afterglow.server import limits
 from afterglow.server.adapters import refuse_adapters
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
+from afterglow.server.large_json import build_large_response
 from afterglow.server.logs import get_record
 from afterglow.server.openai.schema.embeddings import EmbeddingRequest
 from afterglow.server.priority import is_batch_line
@@ -60,14 +60,18 @@ async def create_embeddings(state: ServerState, body: EmbeddingRequest, salt: st
     count = sum(result.token_counts)
     record = get_record()
     record.model, record.prompt_tokens = model.name, count
-    data: list[dict[str, Any]] = [
-        {"object": "embedding", "index": index, "embedding": encode_vector(vector, body.encoding_format)}
-        for index, vector in enumerate(result.vectors)
-    ]
-    for item, windows in zip(data, result.windows, strict=True):
-        item |= {"windows": windows} if body.long_text == "window" else {}
     usage = {"prompt_tokens": count, "total_tokens": count, "computed_tokens": result.computed_tokens}
-    return JSONResponse({"object": "list", "model": name, "data": data, "usage": usage})
+
+    def build() -> dict[str, Any]:
+        data: list[dict[str, Any]] = [
+            {"object": "embedding", "index": index, "embedding": encode_vector(vector, body.encoding_format)}
+            for index, vector in enumerate(result.vectors)
+        ]
+        for item, windows in zip(data, result.windows, strict=True):
+            item |= {"windows": windows} if body.long_text == "window" else {}
+        return {"object": "list", "model": name, "data": data, "usage": usage}
+
+    return await build_large_response(state, build)
 
 
 def list_inputs(body: EmbeddingRequest) -> list[Any]:
