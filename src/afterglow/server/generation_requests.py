@@ -60,7 +60,7 @@ class GenerationRequest(ABC):
 
     sampling_fields: SamplingFields
     n: int = 1  # choices of each prompt
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # None: the default of the model, or else of the server
     stop: list[str] = field(default_factory=list)
     logprobs: int | None = None
     salt: str = ""
@@ -125,7 +125,9 @@ class GenerationRequest(ABC):
             fields = fields.model_copy(update={"seed": settings.default_seed})
         deadlines = [fields.deadline, settings.deadline]
         return {
-            "max_tokens": settings.default_max_tokens if self.max_tokens is None else self.max_tokens,
+            "max_tokens": limits.parse_max_tokens(
+                settings.default_max_tokens if self.max_tokens is None else self.max_tokens
+            ),
             "min_tokens": fields.min_tokens or 0,
             "ignore_eos": bool(fields.ignore_eos),
             "use_prefix_cache": fields.cache_prompt is not False,
@@ -251,7 +253,7 @@ class ConversationRequest(GenerationRequest):
             )
             shorten_deadline(options, time.monotonic() - started)
         else:
-            context, max_tokens = model.context_length, self.max_tokens
+            context, max_tokens = model.context_length, limits.parse_max_tokens(self.max_tokens)
             plan = fit_plan(self.messages, build_plan, self.overflow, context=context, max_tokens=max_tokens)
         request = self.add_stop_tokens(plan.apply_to(model.build_request(plan.prompt, **options)))
         return [PlannedPrompt(request, plan.output_format, plan.prompt.breakpoints, plan.unenforced_tools)]

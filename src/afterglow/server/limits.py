@@ -8,6 +8,17 @@ from typing import Any
 from afterglow.server.errors import APIError, invalid_request_error
 from afterglow.server.settings import ServerSettings
 
+UNLIMITED_TOKENS = -1  # `max_tokens` of a request that no default limits
+
+
+def parse_max_tokens(max_tokens: int | None) -> int | None:
+    """Return the limit of generated tokens; None if there is none.
+
+    >>> parse_max_tokens(-1), parse_max_tokens(0)
+    (None, 0)
+    """
+    return None if max_tokens == UNLIMITED_TOKENS else max_tokens
+
 
 def check_limit(settings: ServerSettings, setting: str, param: str, count: int) -> None:
     """Raise a `limit_exceeded` error that names the setting if `count` exceeds it."""

@@ -12,6 +12,8 @@ from afterglow.server.ollama import conversion
 from afterglow.server.ollama.created_models import CreatedModel
 from afterglow.server.ollama.schema import OllamaChatRequest, OllamaMessage, OllamaOptions, OllamaTool
 
+UNLIMITED = [{"num_predict": value} for value in (0, -1, -2)]
+
 
 def build(*messages: dict[str, Any]) -> list[Any]:
     return conversion.build_messages([OllamaMessage.model_validate(message) for message in messages])
@@ -49,6 +51,11 @@ def test_an_option_of_the_request_replaces_one_that_the_created_model_sets_by_it
     merged = conversion.merge_options(created, OllamaOptions(repeat_penalty=1.25))
     assert conversion.list_sampling_values(merged) == {"repeat_penalty": 1.25}
     assert conversion.list_sampling_values(conversion.merge_options(created, None)) == {"repeat_penalty": 1.5}
+
+
+def test_an_unlimited_request_is_not_one_without_a_limit() -> None:
+    limits = [conversion.get_token_limit(OllamaOptions.model_validate(options)) for options in ({}, *UNLIMITED)]
+    assert limits == [None, -1, -1, -1]
 
 
 def test_ids_of_the_client_are_kept() -> None:

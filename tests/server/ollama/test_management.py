@@ -551,6 +551,8 @@ def test_created_models_are_served_by_every_api_with_their_settings(
         # What a request sets applies instead.
         told = gpt.chat.completions.create(model="sailor", messages=MESSAGES, max_tokens=2, stop=["zz"])
         assert told.choices[0].message.content == CYCLE[:2]
+        unlimited = gpt.chat.completions.create(model="sailor", messages=MESSAGES, max_tokens=-1, stop=["h"])
+        assert unlimited.choices[0].message.content == CYCLE[:7]
         own = [{"role": "system", "content": "no"}, *MESSAGES]
         told = gpt.chat.completions.create(model="sailor", messages=own)
         assert told.usage

@@ -157,7 +157,7 @@ def build_variant(created: CreatedModel) -> ModelVariant:
         system=created.system,
         messages=tuple(build_messages(created.first_messages, "made")),
         stop=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ()),
-        max_tokens=get_max_tokens(options),
+        max_tokens=get_token_limit(options),
         chat_template=template,
         sampling=list_sampling_values(options.model_copy(update={"num_ctx": None})),
     )
@@ -194,7 +194,7 @@ def build_generation_fields(
     """Build the fields that all generation requests have."""
     return {
         "sampling_fields": build_sampling_fields(options, model),
-        "max_tokens": get_max_tokens(options),
+        "max_tokens": get_token_limit(options),
         "stop": limits.parse_stops(options.stop, state.settings),
         "logprobs": get_logprobs(body),
         "salt": salt,
@@ -208,6 +208,11 @@ def get_max_tokens(options: OllamaOptions) -> int | None:
     (None, 5)
     """
     return None if options.num_predict is None or options.num_predict <= 0 else options.num_predict
+
+
+def get_token_limit(options: OllamaOptions) -> int | None:
+    """Return `max_tokens` of a request. Without `num_predict` the defaults of the model and the server apply."""
+    return None if options.num_predict is None else get_max_tokens(options) or limits.UNLIMITED_TOKENS
 
 
 def get_overflow(body: OllamaGenerationBody, options: OllamaOptions) -> TruncationPolicy:

@@ -73,7 +73,8 @@ async def create_embeddings(state: ServerState, library: ModelLibrary, body: Oll
             "load_duration": to_nanoseconds(opened.load_seconds),
             "prompt_eval_count": sum(map(len, tokens)),
         }
-    )
+
+    return await build_large_response(state, build)
 
 
 async def create_embedding(

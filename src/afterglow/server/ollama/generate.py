@@ -12,6 +12,7 @@ from afterglow.api.options import GenerationOptions, PromptOptions
 from afterglow.api.prompts import FittedPrompt
 from afterglow.chat.messages import Message, locate_attachments
 from afterglow.chat.truncation import count_bos
+from afterglow.server import limits
 from afterglow.server.auth import get_tenant_salt
 from afterglow.server.errors import invalid_request_error
 from afterglow.server.generation import start_generation
@@ -146,7 +147,8 @@ class ContinuedRequest(ConversationRequest):
         prompt_options: PromptOptions = {**self.prompt_options, "replay": False}
         plan = model.plan_chat(self.messages, salt=self.salt, **prompt_options)
         rendered = remove_first_bos(list(map(int, plan.prompt.tokens)), model.vocabulary.special_tokens.get("bos"))
-        fitted = model.fit_prompt([*context, *rendered], self.overflow, self.max_tokens)
+        max_tokens = limits.parse_max_tokens(self.max_tokens)
+        fitted = model.fit_prompt([*context, *rendered], self.overflow, max_tokens)
         boundaries = [len(context)] if fitted.truncation is None else []
         options["boundaries"] = boundaries
         request = self.add_stop_tokens(plan.apply_to(model.build_request(fitted, **options)))

@@ -36,7 +36,6 @@ from afterglow.server.openai.schema.chat import (
     build_messages,
     build_tools,
     dump_fields,
-    parse_max_tokens,
 )
 from afterglow.server.openai.schema.foreign import build_response_format, find_format_field
 from afterglow.server.priority import get_served_tier
@@ -85,7 +84,7 @@ def build_generation_request(state: ServerState, body: ChatRequest, salt: str) -
         reasoning_field=find_reasoning_field(body),
         sampling_fields=body,
         n=body.n or 1,
-        max_tokens=parse_max_tokens(body.max_tokens),
+        max_tokens=body.max_tokens,
         stop=limits.parse_stops(body.stop, state.settings),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         overflow=body.overflow or "refuse",

@@ -32,7 +32,6 @@ from afterglow.server.openai.formatting import (
     build_usage,
     build_verbose,
 )
-from afterglow.server.openai.schema.chat import parse_max_tokens
 from afterglow.server.openai.schema.completions import CompletionRequest, list_prompts
 from afterglow.server.openai.schema.foreign import build_response_format, find_format_field
 from afterglow.server.priority import get_served_tier, is_batch_line
@@ -69,7 +68,7 @@ async def create_completion(state: ServerState, body: CompletionRequest, salt: s
         prompts=prompts,
         sampling_fields=body,
         n=max(body.n or 1, body.best_of or 1),
-        max_tokens=parse_max_tokens(body.max_tokens),
+        max_tokens=body.max_tokens,
         response_format=build_response_format(body),
         stop=limits.parse_stops(body.stop, state.settings),
         logprobs=body.logprobs if body.best_of is None else body.logprobs or 0,
@@ -109,7 +108,7 @@ def fit_prompt(
 ) -> FittedPrompt:
     """Tokenize a prompt and truncate it to the context."""
     overflow = body.overflow or defaults.sampling.get("overflow", "refuse")
-    max_tokens = defaults.max_tokens if body.max_tokens is None else parse_max_tokens(body.max_tokens)
+    max_tokens = limits.parse_max_tokens(defaults.max_tokens if body.max_tokens is None else body.max_tokens)
     if body.suffix is None:
         return model.fit_prompt(prompt, overflow, max_tokens)
     assert isinstance(prompt, str)

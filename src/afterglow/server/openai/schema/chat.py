@@ -287,15 +287,6 @@ class ChatRequest(ForeignFields, ChatFields):
     web_search_options: Any = unsupported("the server does not search the web")
 
 
-def parse_max_tokens(max_tokens: int | None) -> int | None:
-    """Return the limit of generated tokens; None if there is none.
-
-    >>> parse_max_tokens(-1), parse_max_tokens(0)
-    (None, 0)
-    """
-    return None if max_tokens == -1 else max_tokens
-
-
 def dump_fields(value: Any) -> Any:
     """Convert a part of a body to dictionaries."""
     return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, pydantic.BaseModel) else value
