@@ -15,7 +15,9 @@ from afterglow.engine.engine import Engine
 from afterglow.engine.kvcache import prefix_cache
 from afterglow.engine.kvcache.disk import files as disk_files
 from afterglow.engine.types.settings import EngineSettings
-from support.play import KINDS, LAYOUTS, ask, fake, play, prompt, reference, request
+from afterglow.testing import FakeBackend
+from afterglow.testing.memory import FakeCells
+from support.play import KINDS, LAYOUTS, ask, fake, play, prompt, reference, request, set_prefill_cost
 from support.truth import check_all
 
 pytestmark = pytest.mark.slow
@@ -185,6 +187,37 @@ def test_an_idle_engine_stores_a_sequence_larger_than_the_ram_tier_piece_by_piec
             pieces += 1
         assert pieces >= 2
         assert store.find_stored_prefix(np.array(prompt(4000, 7)), "").length == 4000
+
+
+class WideCells(FakeCells):
+    """Cells of 4 KiB, so that blocks are larger than their tables in RAM."""
+
+    def copy_rows(self, start: int, stop: int) -> np.ndarray:
+        return np.tile(FakeCells.copy_rows(self, start, stop), 256)
+
+
+class WideBackend(FakeBackend):
+    def extract_cells(self, state, partial) -> FakeCells:
+        return WideCells(super().extract_cells(state, partial).cells, cell_bytes=4096)
+
+
+def test_a_sequence_larger_than_the_disk_tier_is_not_stored_again_and_again():
+    with temporary_directory() as directory:
+        settings = EngineSettings(
+            block_size=16, ram_cache_bytes=700_000, disk_cache_directory=directory, disk_cache_bytes=2_000_000
+        )
+        engine = Engine(WideBackend("attention", sequences=1), settings)
+        set_prefill_cost(engine, 1.0)
+        entries = prompt(1000, 7)
+        first = ask(engine, entries)
+        pieces = 0
+        while engine.run_idle_task():
+            pieces += 1
+        assert pieces < 10
+        assert engine.prefix_cache.store.disk_tier.counters.evictions > 0
+        check_all(engine)
+        assert ask(engine, [*entries, *first.tokens, 5], max_tokens=1).cached >= 1000  # still on the device
+        engine.close(10)
 
 
 def run_again(engine: Engine, kind: str) -> int:

@@ -263,6 +263,9 @@ class TieredStore:
                 if index:
                     self.flush(max(0.0, deadline - time.monotonic()))
                     self.refresh()
+                    if self.tree.get(path[-1].key) is not path[-1]:  # evicted: the slower tiers cannot hold it all
+                        outcome = "not stored"
+                        break
                     protected = self._find_unwritten_and_last(path)
                 portion_end = find_portion_end(sizes, index, self._portion_bytes)
                 if not self.ram.evict_until_free(sum(sizes[index:portion_end]), protected):
