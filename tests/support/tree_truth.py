@@ -148,7 +148,7 @@ class Truth:
             "sharers": sum(
                 not any(deeper != leaf and deeper[: len(leaf)] == leaf for deeper in below) for leaf in below
             ),
-            "sequence": min((slot.seq_id for path, slot in self.slots if path == prefix), default=None),
+            "sequence": min((slot.number for path, slot in self.slots if path == prefix), default=None),
             "first_entries": prefix[start : start + 48],
             "folded": 0,
         }

@@ -87,6 +87,14 @@ def test_live_requests_are_at_the_deepest_node_of_their_path():
     assert not any(node.requests for node in read_tree(engine).nodes)
 
 
+def test_a_node_names_the_slot_of_its_sequence_after_the_sequence_was_moved_in_the_backend():
+    engine = fake(sequences=4)
+    ask(engine, SYSTEM, sequence=2)
+    slots = engine.prefix_cache.slots
+    slots[2].move_to(slots[0])  # as packing does
+    assert [node.sequence for node in read_tree(engine).nodes] == [2]
+
+
 def test_the_least_recently_used_branches_are_folded():
     engine = fake(sequences=4)
     for number in range(4):

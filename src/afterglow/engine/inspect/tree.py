@@ -525,7 +525,7 @@ class TreeWalk:
             idle_seconds=max(0.0, self._now - summary.last_used),
             seconds_saved=reused * self._cache.cost_model.seconds_per_entry,
             requests=tuple(summary.requests),
-            sequence=min((anchor.seq_id for anchor in node.anchors if isinstance(anchor, Slot)), default=None),
+            sequence=min((anchor.number for anchor in node.anchors if isinstance(anchor, Slot)), default=None),
             folded=sum(1 + self._summaries[child].nodes_below for child in hidden),
         )
 
