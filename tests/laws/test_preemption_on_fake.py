@@ -43,6 +43,17 @@ def test_a_full_kv_cache_evicts_then_preempts_and_changes_no_token(kind):
     assert (engine.counters.preempted > 0) == (kind != "recurrent")  # a recurrent state does not grow
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "recurrent"])  # a recurrent state does not grow
+def test_a_preempted_request_computes_nothing_again_although_an_idle_sequence_has_its_cells(kind):
+    engine = fake(kind, EngineSettings(speculation="off"), kv_unified=True, cells_per_sequence=200, total_cells=200)
+    requests = [request(str(n), prompt(80, 10 + n), max_tokens=60, ignore_eos=True) for n in range(2)]
+    answers = run_checked(engine, *requests)
+    for req in requests:
+        assert answers[req.id].tokens == compute_tokens(kind, req)
+    assert engine.counters.preempted == 1
+    assert engine.counters.rows == 2 * (80 + 59)
+
+
 @every_kind
 def test_swapped_out_sequences_stay_within_swap_bytes(kind):
     """Three requests are preempted; the bytes suffice for one."""

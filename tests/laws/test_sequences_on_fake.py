@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from afterglow.engine.inspect import snapshots
-from afterglow.errors import InvalidState
+from afterglow.errors import InvalidState, KVCacheFull
 from afterglow.llama.sampling import Sampling
 from support.play import KINDS, LAYOUTS, Answer, ask, collect, fake, prompt, request
 from support.truth import Damaged, check_all, compute_completion, compute_tokens, finish_checked, run_checked
@@ -91,6 +91,30 @@ def test_a_sequence_is_restored_from_a_snapshot_and_from_a_fork(kind, kv_unified
     req = request("second", [*SYSTEM, *QUESTION, *first.tokens, 7])
     second = run_checked(engine, req)["second"]
     assert (second.cached, second.tokens) == (len(snapshot.entries), compute_tokens(kind, req))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_snapshot_is_loaded_into_a_unified_kv_cache_that_idle_sequences_fill(kind):
+    engine = fake(kind, kv_unified=True, cells_per_sequence=200, total_cells=200)
+    first = run_checked(engine, request("first", prompt(80, 4)))["first"]
+    snapshot = snapshots.save(engine)
+    run_checked(engine, request("second", prompt(70, 5)))
+    number = snapshots.load(engine, snapshot)
+    check_all(engine)
+    assert len(engine.prefix_cache.slots[number]) == len(snapshot.entries)
+    again = request("again", [*prompt(80, 4), *first.tokens, 7])
+    answer = run_checked(engine, again)["again"]
+    assert (answer.cached, answer.tokens) == (len(snapshot.entries), compute_tokens(kind, again))
+
+
+def test_a_snapshot_that_never_fits_evicts_nothing():
+    large, small = (fake(kv_unified=True, cells_per_sequence=cells, total_cells=cells) for cells in (200, 100))
+    run_checked(large, request("large", prompt(150, 4)))
+    run_checked(small, request("small", prompt(50, 5)))
+    before = [len(slot) for slot in small.prefix_cache.slots]
+    with pytest.raises(KVCacheFull):
+        snapshots.load(small, snapshots.save(large))
+    assert [len(slot) for slot in small.prefix_cache.slots] == before
 
 
 @everywhere

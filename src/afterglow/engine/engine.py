@@ -626,7 +626,7 @@ class Engine:
         self.prefix_cache.release_swapped(saved)
         sequence, _ = self.prefix_cache.acquire(plan, job.namespace, is_transient=job.request.is_transient)
         try:
-            sequence.load(saved.entries, saved.state)
+            self.prefix_cache.load_evicting(sequence, lambda: sequence.load(saved.entries, saved.state))
         except AfterglowError:
             sequence.clear()
         self._mark_running(waiting, sequence)

@@ -57,7 +57,7 @@ def load(engine: Engine, snapshot: SavedSequence, sequence: int | None = None) -
         raise KVCacheFull(len(snapshot.entries), engine.backend.capabilities.cells_per_sequence)
     slot, _ = engine.prefix_cache.acquire(plan, snapshot.namespace)
     try:
-        slot.load(snapshot.entries, snapshot.state)
+        engine.prefix_cache.load_evicting(slot, lambda: slot.load(snapshot.entries, snapshot.state))
         slot.prompt_length = len(slot)
     except (EngineError, InvalidState):
         slot.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -251,15 +251,20 @@ class PrefixCache:
                 self.store.count_miss()
 
     def _load_stored(self, plan: LoadStored) -> None:
-        """Load stored cells. If sequences share the cells, idle ones are evicted until they fit."""
         target, entries = plan.target, plan.stored_prefix.entries[: plan.reuse_length]
+        self.load_evicting(target, lambda: self.store.load(target, entries, plan.stored_prefix, plan.checkpoint))
+
+    def load_evicting(self, target: Sequence, load: Callable[[], None]) -> None:
+        """Call `load`, which fills a sequence. If sequences share the cells, idle ones are evicted until it fits."""
+        capabilities = self._backend.capabilities
         target.clear()
         while True:
             try:
-                return self.store.load(target, entries, plan.stored_prefix, plan.checkpoint)
-            except KVCacheFull:
+                return load()
+            except KVCacheFull as error:
                 target.clear()
-                if not self._backend.capabilities.kv_unified or not self.evict():
+                can_fit = capabilities.kv_unified and error.rows <= capabilities.cells_per_sequence
+                if not can_fit or not self.evict():
                     raise
 
     def _restore_checkpoint(self, slot: Sequence, checkpoint: Checkpoint) -> None:
