@@ -33,6 +33,13 @@ def list_objects(engine: Engine) -> list[Path]:
     return sorted(path for path in Path(engine.settings.shared_cache).rglob("*.*"))
 
 
+def wait_until(is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_done()
+
+
 # --- search
 
 
@@ -81,6 +88,20 @@ def test_an_engine_does_not_store_what_it_loaded_again(start) -> None:
     assert get_tier(second).counters.saves <= 1, "the end of its own response at most"
 
 
+def test_an_engine_does_not_store_the_same_checkpoints_after_every_turn(start) -> None:
+    engine = start("hybrid")
+    entries = list(ENTRIES)
+    for turn in range(3):  # checkpoints in the same block would replace each other
+        options = {"max_tokens": 20, "ignore_eos": True, "boundaries": frozenset({64, 128, 200})}
+        entries += ask_and_store(engine, entries, **options).tokens
+        entries += prompt(30, seed=10 + turn)
+    saves = get_tier(engine).counters.saves
+    engine.prefix_cache.store.write_back_prompt(engine.interner.intern(entries), "")
+    assert get_tier(engine).flush(60)
+    assert len(engine.prefix_cache.all_checkpoints) >= 8
+    assert get_tier(engine).counters.saves == saves
+
+
 def test_salts_and_models_share_nothing_in_the_store(start) -> None:
     first, second, other = start(), start(), start(block_size=32)
     ask_and_store(first, ENTRIES, salt="one")
@@ -113,10 +134,7 @@ def test_clearing_removes_the_objects_of_the_model(start) -> None:
     ask_and_store(engine, ENTRIES)
     assert list_objects(engine)
     engine.prefix_cache.clear_store()
-    deadline = time.monotonic() + 30
-    while list_objects(engine) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not list_objects(engine)
+    wait_until(lambda: not list_objects(engine))
 
 
 # --- slow, failing and lying stores

@@ -49,6 +49,7 @@ from afterglow.errors import InvalidState
 READ_THREADS = 8
 WRITE_THREADS = 4
 MAX_QUEUED_WRITES = 4096
+MAX_WRITTEN_STATES = 4096  # names of checkpoints for which it is known what was written last
 MAX_STATE_PROBES = 64  # blocks after which a checkpoint is looked for, the deepest first
 SEARCH_TIMEOUT_SECONDS = 1.0
 LOAD_TIMEOUT_SECONDS, MIN_LOAD_TIMEOUT_SECONDS = 10.0, 0.5
@@ -138,8 +139,10 @@ class ObjectTier:
         self._searches: dict[tuple[bytes, int], Search] = {}
         self._names: dict[bytes, str] = {}  # of known tails and checkpoints, by key
         self._checkpoints = CheckpointTable(self.name, self.budget, ram.budget, tree.hasher, interner)
+        self._written_states: dict[bytes, bytes] = {}  # keys of the checkpoints under the names, by their parents
         self._writing: set[tuple[FileKind, bytes]] = set()
-        self._written: queue.SimpleQueue[tuple[FileKind, bytes, int]] = queue.SimpleQueue()  # and their bytes
+        # What was written since `_note_written`: its kind, key and parent, and its bytes in the store.
+        self._written: queue.SimpleQueue[tuple[FileKind, bytes, bytes, int]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the counters and `_writing`
         self._searchers = ThreadPoolExecutor(2, thread_name_prefix="afterglow-search")
         self._probers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="afterglow-probe")
@@ -307,9 +310,10 @@ class ObjectTier:
         if self._checkpoints.add(checkpoint):
             self._names[checkpoint.key] = self._build_name(checkpoint.parent, "state")
 
-    def _remove_checkpoint(self, key: bytes) -> None:
+    def _remove_checkpoint(self, key: bytes, parent: bytes) -> None:
         self._checkpoints.remove(key)
         self._names.pop(key, None)
+        self._written_states.pop(parent, None)
 
     def find_checkpoints(self, entries: Entries, namespace: str) -> list[Checkpoint]:
         """Return the known checkpoints on the path of a prompt. Their state is not loaded."""
@@ -339,18 +343,26 @@ class ObjectTier:
         """Delete the known checkpoints with these keys, and those after these blocks; return their keys."""
         deleted = self._checkpoints.select(keys, parents)
         for checkpoint in deleted:
-            self._remove_checkpoint(checkpoint.key)
+            self._remove_checkpoint(checkpoint.key, checkpoint.parent)
             self._submit(functools.partial(self.client.delete, self._build_name(checkpoint.parent, "state")))
         return {checkpoint.key for checkpoint in deleted}
 
     def sync(self) -> None:
         """Note what was written."""
         self._prefetcher.drop_stale()
+        self._note_written()
+
+    def _note_written(self) -> None:
         while not self._written.empty():
-            kind, key, nbytes = self._written.get()
+            kind, key, parent, nbytes = self._written.get()
             self.counters.saves += 1
             self.counters.saved_bytes += nbytes
-            if kind == "cells" and (block := self._tree.get(key)) is not None:
+            if kind == "state":
+                self._written_states.pop(parent, None)
+                self._written_states[parent] = key
+                if len(self._written_states) > MAX_WRITTEN_STATES:
+                    del self._written_states[next(iter(self._written_states))]
+            elif (block := self._tree.get(key)) is not None:
                 self._set_object_bytes(block, nbytes)
 
     def touch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None = None) -> None: ...
@@ -360,7 +372,8 @@ class ObjectTier:
     def clear(self) -> None:
         """Delete all objects of this model, for all machines."""
         for checkpoint in self._checkpoints.list_all():
-            self._remove_checkpoint(checkpoint.key)
+            self._remove_checkpoint(checkpoint.key, checkpoint.parent)
+        self._written_states.clear()
         self._searches.clear()
         self._submit(functools.partial(self.client.delete_folder, self._folder))
 
@@ -371,13 +384,15 @@ class ObjectTier:
         if isinstance(data, LastLogits):
             return
         kind = get_kind(data)
+        is_writing = (kind, data.key) in self._writing  # if not any more, it is among those that are noted now
+        self._note_written()
         if isinstance(data, Block):
             is_stored = data.object_bytes > 0
             name = self._name_block(data)
         else:
-            is_stored = data.key in self._checkpoints
+            is_stored = data.key in self._checkpoints or self._written_states.get(data.parent) == data.key
             name = self._build_name(data.parent, "state")
-        if is_stored or (kind, data.key) in self._writing:
+        if is_stored or is_writing:
             return
         if not self.health.is_available or len(self._writing) >= MAX_QUEUED_WRITES:
             self.counters.rejected_saves += 1
@@ -397,7 +412,7 @@ class ObjectTier:
                 magic, checksum, header, *body = file.to_buffers()
                 nbytes = self.client.write(name, b"".join((magic, checksum, header)), body)
             self.health.record(None)
-            self._written.put((kind, key, nbytes))
+            self._written.put((kind, key, file.parent, nbytes))
         finally:
             with self._lock:
                 self._writing.discard((kind, key))
@@ -513,7 +528,7 @@ class ObjectTier:
                 raise InvalidState("an object contains other entries than expected")
             return self._backend.deserialize_state(loaded.payload)
         except InvalidState:
-            self._remove_checkpoint(checkpoint.key)
+            self._remove_checkpoint(checkpoint.key, checkpoint.parent)
             raise
 
     def _name_block(self, block: Block) -> str:
