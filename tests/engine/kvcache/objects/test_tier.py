@@ -102,6 +102,14 @@ def test_an_engine_does_not_store_the_same_checkpoints_after_every_turn(start) -
     assert get_tier(engine).counters.saves == saves
 
 
+def test_forgetting_a_prefix_deletes_the_checkpoints_that_the_engine_stored(start) -> None:
+    engine = start("hybrid")
+    ask_and_store(engine, ENTRIES, boundaries=frozenset({64, 128, 200}))
+    assert any(path.suffix == ".state" for path in list_objects(engine))
+    engine.prefix_cache.forget(engine.interner.intern(ENTRIES), 0, "")
+    wait_until(lambda: not list_objects(engine))
+
+
 def test_salts_and_models_share_nothing_in_the_store(start) -> None:
     first, second, other = start(), start(), start(block_size=32)
     ask_and_store(first, ENTRIES, salt="one")

@@ -341,11 +341,13 @@ class ObjectTier:
 
     def delete_checkpoints(self, keys: AbstractSet[bytes], parents: AbstractSet[bytes]) -> set[bytes]:
         """Delete the known checkpoints with these keys, and those after these blocks; return their keys."""
-        deleted = self._checkpoints.select(keys, parents)
-        for checkpoint in deleted:
-            self._remove_checkpoint(checkpoint.key, checkpoint.parent)
-            self._submit(functools.partial(self.client.delete, self._build_name(checkpoint.parent, "state")))
-        return {checkpoint.key for checkpoint in deleted}
+        deleted = {checkpoint.key: checkpoint.parent for checkpoint in self._checkpoints.select(keys, parents)}
+        written = ((key, parent) for parent, key in self._written_states.items())
+        deleted.update((key, parent) for key, parent in written if key in keys or parent in parents)
+        for key, parent in deleted.items():
+            self._remove_checkpoint(key, parent)
+            self._submit(functools.partial(self.client.delete, self._build_name(parent, "state")))
+        return set(deleted)
 
     def sync(self) -> None:
         """Note what was written."""
