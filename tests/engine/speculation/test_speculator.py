@@ -293,3 +293,28 @@ def test_drafts_next_to_a_prefill_are_not_credited_with_savings_of_a_later_decod
     record_decode(engine.speculator, 3, 1, 3, 1.0)
     assert engine.speculator.loss_budget.saved_seconds > 0
     assert earlier.job.speculation_seconds_saved == 0.0
+
+
+def test_savings_are_credited_to_the_requests_with_drafts_in_the_measured_decode(monkeypatch):
+    """Not to one whose drafts were in a decode with prefill, which is not measured."""
+    clock = FakeClock(memory_bound)
+    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(speculator_module, "time", clock)
+    prompts = {"beside a prefill": prompt(20, 1), "alone": prompt(20, 3)}
+    answers = {
+        id: ask(plain("attention"), entries, max_tokens=LONG, ignore_eos=True).tokens for id, entries in prompts.items()
+    }
+    engine = Engine(TimedBackend(clock), EngineSettings(speculation=2, drafters=("oracle",)), [Oracle(answers)])
+    for _ in range(4):
+        record_decode(engine.speculator, 1, 1, 1, clock.cost(1))
+    engine.submit(request("beside a prefill", prompts["beside a prefill"], max_tokens=6, ignore_eos=True))
+    engine.step()
+    play(engine, request("prefill", prompt(700, 2), max_tokens=1))
+    assert engine.counters.draft_tokens > 0
+    saved_before = engine.speculator.loss_budget.saved_seconds
+    engine.submit(request("alone", prompts["alone"], max_tokens=LONG, ignore_eos=True))
+    for _ in range(20):
+        engine.step()
+    saved = engine.speculator.loss_budget.saved_seconds - saved_before
+    assert saved > 0
+    assert engine.running_jobs[0].job.speculation_seconds_saved == pytest.approx(saved)

@@ -121,7 +121,7 @@ class Speculator:
         self._drafted_jobs: list[RunningJob] = []  # jobs with draft tokens in the next or last decode
         self._decodes_with_drafts = 0  # since the last measured plain decode
         self._last_plain_decode = 0, 0  # decode count and rows of the last decode without draft tokens
-        self._verified_jobs: list[RunningJob] = []  # jobs with draft tokens in the decode that is being measured
+        self._verified_jobs: list[RunningJob] = []  # jobs with draft tokens in the last decode
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
@@ -133,6 +133,7 @@ class Speculator:
         for running in self._drafted_jobs:
             running.draft = []
         self._drafted_jobs = []
+        self._verified_jobs = []  # also after a decode with prefill, which is not measured
         self._draft_seconds = 0.0
         self._decode_count += 1
         if self._decode_count < self._paused_until or not self._drafters:
@@ -382,7 +383,6 @@ class Speculator:
             self.loss_budget.record_plain_decode(seconds)
         else:
             self._record_draft_decode(rows, jobs, tokens, seconds, restore_seconds)
-        self._verified_jobs = []
 
     def _record_draft_decode(self, rows: int, jobs: int, tokens: int, seconds: float, restore_seconds: float) -> None:
         """Record a decode with draft tokens: the cost of its rows, and the time it saved or lost."""
