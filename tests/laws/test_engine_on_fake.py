@@ -145,9 +145,20 @@ def test_concurrent_requests_prefill_a_common_prefix_once(kind, kv_unified):
     for req in requests:
         assert answers[req.id].tokens == reference(lambda: fake(kind), req.entries)
     needed = len(SYSTEM) + sum(10 + n for n in range(4))
-    assert engine.counters.prompt_entries <= needed + sum(len(answer.tokens) for answer in answers.values())
+    assert engine.counters.prompt_entries == needed
     assert engine.counters.coalesced == 3
     assert sorted(answer.cached for answer in answers.values()) == [0, 40, 40, 40]
+
+
+def test_tokens_generated_beside_a_prefill_are_not_counted_as_prompt_entries(kind, kv_unified):
+    engine = fake(kind, kv_unified=kv_unified, batch_cells=16)
+    for number in range(3):
+        engine.submit(request(str(number), prompt(4, number), max_tokens=60, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    play(engine, request("long", prompt(100, 9), max_tokens=1))
+    assert max(len(spans) for spans in engine.backend.decode_history) == 4
+    assert engine.counters.prompt_entries == 3 * 4 + 100
 
 
 def test_several_completions_of_one_prompt_prefill_it_once(kind, kv_unified):

@@ -464,6 +464,8 @@ class Engine:
         forced = sum([running.forced_entries for running in jobs])
         # First everything that needs no logits: a GPU is still computing them.
         for running, span in zip(jobs, spans, strict=True):
+            if len(running.sequence) < len(running.job.prompt):
+                self.counters.prompt_entries += span.rows
             recomputed += running.record_decode(span, started_at)
             running.ready_since = self.counters.decodes + 1
             if running.job.media_indices and span.completes_entry:
@@ -497,7 +499,6 @@ class Engine:
             self.prefix_cache.cost_model.record_decode_step(seconds)
             self.speculator.record_decode(rows, jobs, tokens, seconds)
         else:
-            self.counters.prompt_entries += rows
             self.speculator.loss_budget.elapsed_seconds += seconds
             self.prefix_cache.cost_model.record_prefill(rows, seconds)
 
