@@ -196,6 +196,13 @@ def test_logits_stay_within_their_bytes():
         assert engine.prefix_cache.store.ram.budget.get("logits") <= nbytes / 16
 
 
+def test_logits_of_a_prompt_that_is_too_long_evict_no_others():
+    engine = fake("attention", replace(SETTINGS, ram_cache_bytes=100_000))
+    first = ask(engine, PROMPT, logprobs=5)
+    ask(engine, prompt(1000, 5), max_tokens=1)  # its entries alone exceed the limit of all logits
+    check_repeat(engine, PROMPT, first)
+
+
 @every_kind
 def test_logits_are_not_shared_between_salts(kind):
     engine = fake(kind, SETTINGS)

@@ -111,9 +111,11 @@ class LogitsStore:
 
     def evict_until_fits(self, nbytes: int) -> bool:
         """Evict the least recently used until `nbytes` more are within the limit; return False if they never are."""
+        if nbytes > self.limit:
+            return False
         while (victim := self.find_victim()) and self._budget.get("logits") + nbytes > self.limit:
             self.drop(victim)
-        return nbytes <= self.limit
+        return True
 
     def find_victim(self) -> LastLogits | None:
         """Return the least recently used logits that are not waiting to be written, or else of all."""
