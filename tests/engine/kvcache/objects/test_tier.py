@@ -110,6 +110,20 @@ def test_forgetting_a_prefix_deletes_the_checkpoints_that_the_engine_stored(star
     wait_until(lambda: not list_objects(engine))
 
 
+def test_the_bytes_of_a_block_that_a_longer_one_on_disk_replaces_are_not_counted(start, tmp_path: Path) -> None:
+    disk = {"disk_cache_directory": tmp_path / "disk"}
+    engine, other = start(**disk), start(**disk, shared_cache=None)
+    ask_and_store(engine, ENTRIES, max_tokens=1)
+    ask(other, [*ENTRIES, 5, 6], max_tokens=1)
+    other.write_through()
+    store = engine.prefix_cache.store
+    assert other.prefix_cache.store.flush(60)
+    assert store.flush(60)
+    found = store.find_stored_prefix(engine.interner.intern([*ENTRIES, 5, 6]), "")
+    assert found.length == 302
+    assert get_tier(engine).budget.used_bytes == sum(block.object_bytes for block in store.tree)
+
+
 def test_salts_and_models_share_nothing_in_the_store(start) -> None:
     first, second, other = start(), start(), start(block_size=32)
     ask_and_store(first, ENTRIES, salt="one")

@@ -135,8 +135,8 @@ class DiskTier:
             if block.table_bytes > self._ram.budget.free_bytes:
                 return  # it cannot be found, as if it were not on disk
             for redundant in self._tree.add(block):
-                self._ram.forget(redundant)
-                self.forget(redundant)
+                for holder in self._tree.holders:
+                    holder.forget(redundant)
         self.forget(block)
         block.file_bytes = row.nbytes
         self.budget.add("blocks", row.nbytes)
