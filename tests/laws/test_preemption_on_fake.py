@@ -58,7 +58,7 @@ def test_a_preempted_request_computes_nothing_again_although_an_idle_sequence_ha
 def test_swapped_out_sequences_stay_within_swap_bytes(kind):
     """Three requests are preempted; the bytes suffice for one."""
     engine = fake(kind, EngineSettings(swap_bytes=6000), kv_unified=True)
-    engine.prefix_cache.cost_model.bytes_per_entry = 100.0
+    engine.prefix_cache.cost_model._bytes_per_entry.value = 100.0
     requests = [request(str(n), prompt(30, 10 + n), max_tokens=20, ignore_eos=True) for n in range(4)]
     for req in requests:
         engine.submit(req)

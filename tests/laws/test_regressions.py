@@ -58,7 +58,7 @@ def test_equal_entries_have_one_checkpoint(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_swapped_bytes_are_the_saved_size_and_not_the_estimate(kind):
     engine = fake(kind, EngineSettings(swap_bytes=50 if kind == "recurrent" else 3300), kv_unified=True)
-    engine.prefix_cache.cost_model.bytes_per_entry = 1.0 if kind == "recurrent" else 100.0
+    engine.prefix_cache.cost_model._bytes_per_entry.value = 1.0 if kind == "recurrent" else 100.0
     for number in range(2):
         engine.submit(request(str(number), prompt(30, number), max_tokens=20, ignore_eos=True))
     for _ in range(3):

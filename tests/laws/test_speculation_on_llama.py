@@ -131,8 +131,8 @@ def test_replay_is_used_only_if_it_costs_less_than_it_saves(engines):
     for rows, seconds in ((1, 0.010), (2, 0.0101), (4, 0.0102), (9, 0.0103), (17, 0.0104)):
         for _ in range(3):
             costs.step_costs.record(rows, seconds)
-    speculator.rollback.seconds_per_state = 0.0001
+    speculator.rollback.seconds_per_state.value = 0.0001
     assert speculator._find_best_length("ngram", 0.9, 16, 1, None).length > 4
-    speculator.rollback.seconds_per_state = 0.1
+    speculator.rollback.seconds_per_state.value = 0.1
     speculator._length_cache.clear()  # as after every decode with draft tokens
     assert speculator._find_best_length("ngram", 0.9, 16, 1, None).length == 0

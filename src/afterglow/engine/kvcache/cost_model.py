@@ -19,18 +19,22 @@ class CostModel:
     def __init__(self) -> None:
         self.prefill_costs = PrefillCosts()
         self.latest_seconds_per_entry = INITIAL_SECONDS_PER_ENTRY  # prefill of one entry in the latest decode
-        self.bytes_per_entry = 20_000.0  # of a full state
         self.cell_bytes_per_entry = 0.0  # of a full state without its partial state; 0: not measured
         self.seconds_per_step = 1e-3  # decode without prompt entries
         self.step_costs = StepCosts()
         self._transfer = RecentTimings()  # seconds per byte
         self._disk = RunningAverage(1e-9)  # not the fastest reads, as for transfers: those come from the page cache
-        self._has_entry_size = False  # whether `bytes_per_entry` was measured
+        self._bytes_per_entry = RunningAverage(20_000.0)
 
     @property
     def seconds_per_entry(self) -> float:
         """Seconds of the prefill of one entry of a long prompt."""
         return self.prefill_costs.seconds_per_entry
+
+    @property
+    def bytes_per_entry(self) -> float:
+        """Bytes of a full state per entry."""
+        return self._bytes_per_entry.value
 
     @property
     def seconds_per_byte(self) -> float:
@@ -61,10 +65,7 @@ class CostModel:
         if nbytes >= MIN_MEASURED_BYTES:
             self._transfer.add(seconds / nbytes)
         if nbytes and entries:
-            # Sizes need no averaging, except over short sequences.
-            weight = NEW_SAMPLE_WEIGHT if self._has_entry_size else 1.0
-            self.bytes_per_entry += weight * (nbytes / entries - self.bytes_per_entry)
-            self._has_entry_size = True
+            self._bytes_per_entry.add(nbytes / entries)  # sizes need no averaging, except over short sequences
 
     def record_disk_read(self, nbytes: int, seconds: float) -> None:
         """Record reading files."""
@@ -79,7 +80,7 @@ class CostModel:
         }
         if len(self._transfer):
             costs["transfer"] = self._transfer.seconds
-        if self._has_entry_size:
+        if self._bytes_per_entry.is_measured:
             costs["bytes_per_entry"] = self.bytes_per_entry
         if self._disk.is_measured:
             costs["disk"] = self._disk.value
@@ -95,7 +96,8 @@ class CostModel:
         if "transfer" in costs:
             self._transfer.add_stored(float(costs["transfer"]))
         if "bytes_per_entry" in costs:
-            self.bytes_per_entry, self._has_entry_size = float(costs["bytes_per_entry"]), True
+            self._bytes_per_entry.value = float(costs["bytes_per_entry"])
+            self._bytes_per_entry.is_measured = True
         if "disk" in costs:
             self._disk.value = float(costs["disk"])
 

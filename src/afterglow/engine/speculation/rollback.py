@@ -10,10 +10,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from afterglow.engine.kvcache.cost_model import RunningAverage
 from afterglow.engine.scheduling.job import RunningJob
 from afterglow.engine.types.backend import Backend, BackendState, DecodeSpan
-
-NEW_MEASUREMENT_WEIGHT = 0.2  # in the running average
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Rollback:
     """Saves the states of drafting jobs for one decode and restores them on rejection."""
 
     def __init__(self, backend: Backend) -> None:
-        self.seconds_per_state = 0.0  # to save or restore one state, running average
+        self.seconds_per_state = RunningAverage(0.0)  # to save or restore one state
         self._backend = backend
         self._saved_states: dict[RunningJob, RollbackState] = {}
         self._restore_seconds = 0.0  # spent on restoring states after the last decode
@@ -47,7 +46,7 @@ class Rollback:
             state = self._backend.save(running.sequence.seq_id, "partial")
             self._saved_states[running] = RollbackState(len(running.sequence), state)
         seconds = time.perf_counter() - started
-        self._record_seconds(seconds / len(drafting))
+        self.seconds_per_state.add(seconds / len(drafting))
         return seconds
 
     def restore(self, running: RunningJob) -> bool:
@@ -60,14 +59,10 @@ class Rollback:
         running.entries_to_recompute = running.job.known_length - 1 - saved.length
         seconds = time.perf_counter() - started
         self._restore_seconds += seconds
-        self._record_seconds(seconds)
+        self.seconds_per_state.add(seconds)
         return True
 
     def finish_decode(self) -> float:
         """Discard the states of this decode. Return the seconds spent on restoring."""
         self._saved_states = {}
         return self._restore_seconds
-
-    def _record_seconds(self, seconds: float) -> None:
-        weight = NEW_MEASUREMENT_WEIGHT if self.seconds_per_state else 1.0
-        self.seconds_per_state += weight * (seconds - self.seconds_per_state)

@@ -293,7 +293,7 @@ class Speculator:
         """Seconds to save a state, if that is necessary for every draft."""
         if self.rollback is None or self._capabilities.max_rollback:
             return None
-        return self.rollback.seconds_per_state
+        return self.rollback.seconds_per_state.value
 
     def _estimate_seconds(self, rows: int, jobs: int, drafting_jobs: int | None = None) -> float:
         """Return the expected seconds of a decode: one row per job, and draft tokens for `drafting_jobs` of them."""
