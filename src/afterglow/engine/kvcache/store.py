@@ -401,7 +401,7 @@ class TieredStore:
         tiers: set[Tier] = {self.ram}
         used = [block for block in stored_prefix.blocks if block.start < len(entries)]
         if self.object_tier is not None:  # many small reads: at the same time
-            self.object_tier.start_loading(used, checkpoint, {block.key for block in stored_prefix.blocks})
+            self.object_tier.prefetch(used, checkpoint, {block.key for block in stored_prefix.blocks})
         partial = None if checkpoint is None else self.load_checkpoint_state(checkpoint)
         row_arrays, length = [], 0
         for block, (tier, rows) in zip(used, self._load_rows(used), strict=True):

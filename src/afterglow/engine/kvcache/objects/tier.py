@@ -471,9 +471,7 @@ class ObjectTier:
         self._seconds_per_byte.add(max(transfer, 1e-6) / len(data) / READ_THREADS)
         return loaded
 
-    def start_loading(
-        self, blocks: Sequence[Block], checkpoint: Checkpoint | None, protected: AbstractSet[bytes]
-    ) -> bool:
+    def prefetch(self, blocks: Sequence[Block], checkpoint: Checkpoint | None, protected: AbstractSet[bytes]) -> bool:
         """Start reading what only this tier has, on several threads; return whether it is not complete yet."""
         sizes: dict[FileKey, int] = {
             ("cells", block.key): block.nbytes
@@ -483,8 +481,6 @@ class ObjectTier:
         if checkpoint is not None and checkpoint.tier == self.name:
             sizes["state", checkpoint.key] = checkpoint.state.nbytes
         return bool(sizes) and self._prefetcher.submit(sizes, protected)
-
-    prefetch = start_loading
 
     def _load_file(self, kind: FileKind, key: bytes, position: int) -> LoadedFile:
         """Return an object, in about twice the time that computing the entries before `position` takes."""
