@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from afterglow.engine.kvcache.cost_model import CostModel, StepCosts
 from afterglow.engine.types.backend import Backend, DecodeSpan
 from afterglow.engine.types.settings import MAX_DRAFT_TOKENS
 from afterglow.errors import AfterglowError
+from afterglow.llama.atomic_write import write_atomically
 
 # From the end of the first decode, which may have to read the weights from disk. Row counts that are not measured by
 # then are learned from speculative decodes.
@@ -72,9 +72,7 @@ def store_costs(path: Path, cost_model: CostModel) -> None:
 def _write_json(path: Path, values: object) -> None:
     with contextlib.suppress(OSError):  # they are measured again next time
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(values))
-        temporary.replace(path)
+        write_atomically(path, [json.dumps(values).encode()])
 
 
 def calibrate(backend: Backend, step_costs: StepCosts, max_seconds: float = MAX_CALIBRATION_SECONDS) -> None:
