@@ -247,9 +247,9 @@ def _verify_checksum(header: bytes, payload: memoryview) -> None:
 
 def _read_header(file: FileIO | BytesIO, size: int) -> tuple[bytes, CacheFile, int]:
     """Read everything before the payload: return its bytes, the contents, and the number of bytes of the payload."""
-    if not HEADER_OFFSET_BYTES + HEADER.size <= size < MAX_FILE_BYTES:
+    if not HEAD_BYTES <= size < MAX_FILE_BYTES:
         raise InvalidState("it is too short or too long")
-    start = bytearray(HEADER_OFFSET_BYTES + HEADER.size)
+    start = bytearray(HEAD_BYTES)
     _read_into(file, memoryview(start))
     if start[: len(MAGIC)] != MAGIC:
         raise InvalidState("it is not a cache file of this version")
