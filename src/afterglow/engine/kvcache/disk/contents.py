@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from afterglow.engine.kvcache.blocks import BlockTree
+from afterglow.engine.kvcache.blocks import Block, BlockTree
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.disk.files import CacheFile, FileKind
 from afterglow.engine.kvcache.ram import RamTier
@@ -99,3 +99,9 @@ class FileBuilder:
     def _value_per_byte(self) -> float:
         """Seconds saved per byte of cells and of the checkpoints over them: neither can be loaded without the other."""
         return self._cost_model.seconds_per_entry / max(self._cost_model.bytes_per_entry, 1.0)
+
+
+def is_file_of(file: CacheFile, block: Block) -> bool:
+    """Return whether a file holds the cells of a block. Its key alone does not prove it."""
+    matches = (file.parent, file.start, file.cells) == (block.parent, block.start, block.cells)
+    return matches and np.array_equal(file.entries, block.entries)

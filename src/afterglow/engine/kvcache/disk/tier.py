@@ -15,7 +15,7 @@ from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.checkpoints import Checkpoint
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.disk.checkpoint_table import CheckpointTable, StoredCheckpoint
-from afterglow.engine.kvcache.disk.contents import FileBuilder
+from afterglow.engine.kvcache.disk.contents import FileBuilder, is_file_of
 from afterglow.engine.kvcache.disk.files import FileKind, LoadedFile, build_file_name
 from afterglow.engine.kvcache.disk.index import IndexRow
 from afterglow.engine.kvcache.disk.prefetch import FileKey, Prefetcher
@@ -289,12 +289,10 @@ class DiskTier:
         """Return the cells in the file of a block; None if there is no file or it does not match the block."""
         if loaded is None:
             return None
-        file = loaded.file
-        matches = (file.parent, file.start, file.cells) == (block.parent, block.start, block.cells)
-        if not matches or not np.array_equal(file.entries, block.entries):
+        if not is_file_of(loaded.file, block):
             self.writer.remove("cells", block.key)
             return None
-        block.layout = file.layout
+        block.layout = loaded.file.layout
         return loaded.to_rows() if loaded.has_all_cells else None
 
     def load_state(self, checkpoint: Checkpoint) -> BackendState:

@@ -32,7 +32,7 @@ from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.checkpoints import Checkpoint
 from afterglow.engine.kvcache.cost_model import CostModel, RunningAverage
 from afterglow.engine.kvcache.disk.checkpoint_table import CheckpointTable, StoredCheckpoint
-from afterglow.engine.kvcache.disk.contents import FileBuilder
+from afterglow.engine.kvcache.disk.contents import FileBuilder, is_file_of
 from afterglow.engine.kvcache.disk.files import HEAD_BYTES, FileKind, LoadedFile, decode_file, decode_head
 from afterglow.engine.kvcache.disk.prefetch import FileKey, Prefetcher
 from afterglow.engine.kvcache.disk.tier import get_kind
@@ -508,14 +508,13 @@ class ObjectTier:
     def _load_block(self, block: Block) -> NDArray[np.uint8]:
         try:
             loaded = self._load_file("cells", block.key, block.end)
-            file, rows = loaded.file, loaded.to_rows()
-            matches = (file.parent, file.start, file.cells) == (block.parent, block.start, block.cells)
-            if not matches or not np.array_equal(file.entries, block.entries):
+            rows = loaded.to_rows()
+            if not is_file_of(loaded.file, block):
                 raise InvalidState("an object contains other entries than expected")
         except InvalidState:
             self.forget(block)
             raise
-        block.layout = file.layout
+        block.layout = loaded.file.layout
         return rows
 
     def load_state(self, checkpoint: Checkpoint) -> BackendState:
