@@ -62,7 +62,7 @@ class VerifyResult:
 
 
 def get_tier_usage(engine: Engine) -> dict[str, TierUsage]:
-    """Return the usage of the tiers by name: `ram` and, if there is one, `disk`."""
+    """Return the usage of the tiers by name: `ram` and, as far as there are such tiers, `disk` and `shared`."""
     engine.prefix_cache.store.refresh()
     return {
         tier.name: TierUsage(

@@ -319,7 +319,7 @@ class PrefixCache:
         self._drop_orphaned_checkpoints()
 
     def clear_store(self) -> None:
-        """Clear the RAM and disk tiers. Only checkpoints over cells that are still on the device remain."""
+        """Clear the RAM, disk and shared tiers. Only checkpoints over cells that are still on the device remain."""
         self.store.clear()
         self._drop_orphaned_checkpoints(include_standalone=True)
 
@@ -628,7 +628,7 @@ class PrefixCache:
         return cost_if_stored < estimate_eviction_cost(recompute, idle_seconds)
 
     def _count_recoverable(self, slot: Sequence) -> int:
-        """Return how many leading entries of a sequence could be loaded again from the RAM and disk tiers."""
+        """Return how many leading entries of a sequence could be loaded again from RAM, disk or the shared store."""
         capabilities = self._backend.capabilities
         stored_length = len(slot)
         if capabilities.has_attention_cells:

@@ -15,7 +15,7 @@ class CacheEvent(NamedTuple):
     """Entries that were stored in a tier, loaded from it or evicted from it. Contains no content."""
 
     kind: CacheEventKind
-    tier: str  # "device", "ram", "disk", or "checkpoint" for partial states in RAM
+    tier: str  # "device", "ram", "disk", "shared", or "checkpoint" for partial states in RAM
     entries: int
     nbytes: int
     seconds: float = 0.0

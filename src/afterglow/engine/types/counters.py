@@ -62,7 +62,7 @@ class TierCounters:
     misses: int = 0  # prompts with a prefix miss on the device and in this tier
     hit_entries: int = 0  # entries that did not have to be computed
     loaded_bytes: int = 0
-    evictions: int = 0  # blocks and checkpoints
+    evictions: int = 0  # blocks, checkpoints and last logits
     rejected_saves: int = 0  # sequences not stored because there was no space
     seconds_saved: float = 0.0  # at the present cost of computing; negative if loading took longer
 

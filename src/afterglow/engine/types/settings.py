@@ -57,8 +57,9 @@ class EngineSettings:
     swap_bytes: int = 1024**3
     """RAM for the sequences of preempted requests."""
     ram_cache_bytes: int | None = None
-    """Budget of the RAM tier: blocks, checkpoints, their tables, swapped-out sequences, files read ahead and n-gram
-    histories. None: a quarter of the available RAM, at most 2 GiB. 0: nothing is stored, neither in RAM nor on disk."""
+    """Budget of the RAM tier: blocks, checkpoints, last logits, their tables, swapped-out sequences, prefetched files
+    and n-gram indexes. None: a quarter of the available RAM, at most 2 GiB. 0: nothing is stored, neither in RAM nor on
+    disk."""
     disk_cache_directory: Path | None = None
     """Directory of the disk tier, which outlives the process and can be shared by processes. None disables the tier."""
     disk_cache_label: str = ""

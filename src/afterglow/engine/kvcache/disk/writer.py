@@ -153,7 +153,7 @@ class DiskWriter:
         return events
 
     def enqueue(self, kind: FileKind, key: bytes, nbytes: int) -> None:
-        """Queue the block or checkpoint with this key for writing."""
+        """Queue the block, checkpoint or last logits with this key for writing."""
         if (kind, key) in self.writes or not self._thread.is_alive():
             return
         if len(self.writes) >= MAX_QUEUED_TASKS:
