@@ -201,9 +201,11 @@ class MessageFormatter:
     async def _build_events(self, deltas: AsyncIterator[tuple[int, Delta]]) -> AsyncIterator[MessageEvent]:
         is_started = False
         async for _, delta in deltas:
-            if not is_started and delta.progress is not None:
+            if not is_started:
                 is_started = True
-                usage = build_input_usage(self._generation, delta.progress.prompt_tokens, delta.progress.cached_tokens)
+                # A request that its deadline ends while it waits has no progress: its only delta is the last one.
+                source = delta.progress or self._generation.get_responses()[0].usage
+                usage = build_input_usage(self._generation, source.prompt_tokens, source.cached_tokens)
                 usage |= {"output_tokens": 0, "service_tier": "standard"}
                 yield {"type": "message_start", "message": {**self._head, "usage": usage}}
                 yield PING_EVENT
