@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -122,6 +123,34 @@ def test_a_breakpoint_is_after_its_block() -> None:
     assert convert([text, text], cache_control=EPHEMERAL).breakpoints == [
         Breakpoint(message=0, retention_seconds=300.0)
     ]
+
+
+def test_a_breakpoint_counts_only_the_tools_of_the_client() -> None:
+    marked, dropped = {**TOOL, "cache_control": EPHEMERAL}, {"type": "bash_20250124", "name": "bash"}
+    conversation = convert(tools=[dropped, marked, dropped, TOOL, marked])
+    assert [breakpoint.tools for breakpoint in conversation.breakpoints] == [1, 3]
+
+
+def test_the_tools_are_read_once_however_many_there_are() -> None:
+    """The time is linear in their number: the limit `max_tools` is checked later."""
+
+    class CountingList(list[Any]):
+        reads = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in list.__iter__(self):
+                self.reads += 1
+                yield item
+
+        def __getitem__(self, key: Any) -> Any:
+            found = list.__getitem__(self, key)
+            self.reads += len(found) if isinstance(key, slice) else 1
+            return found
+
+    body = build_body(tools=[TOOL] * 50)
+    tools = CountingList(body.tools or [])
+    convert_conversation(body.model_copy(update={"tools": tools}), "tenant")
+    assert tools.reads == 50
 
 
 @pytest.mark.parametrize(

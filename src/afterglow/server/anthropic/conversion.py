@@ -97,10 +97,9 @@ def needs_newline(left: str, right: str) -> bool:
 def convert_conversation(body: MessagePromptFields, salt: str) -> ConversationBuilder:
     """Convert the system prompt and the messages."""
     conversation = ConversationBuilder()
-    for index, tool in enumerate(body.tools or ()):
-        if isinstance(tool, UserDefinedTool):
-            count = sum(isinstance(other, UserDefinedTool) for other in (body.tools or ())[: index + 1])
-            conversation.add_breakpoint(tool.cache_control, tools=count)
+    own_tools = (tool for tool in body.tools or () if isinstance(tool, UserDefinedTool))
+    for count, tool in enumerate(own_tools, 1):
+        conversation.add_breakpoint(tool.cache_control, tools=count)
     if body.system:
         blocks = [ConvertedBlock(body.system)] if isinstance(body.system, str) else list(convert_blocks(body.system))
         conversation.add_parts("system", blocks)
