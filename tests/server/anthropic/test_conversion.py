@@ -169,6 +169,18 @@ def test_a_tool_choice_is_that_of_the_pipeline(choice: Any, expected: Any, paral
     assert (options["tool_choice"], options["parallel_tool_calls"]) == (expected, parallel)
 
 
+def test_two_output_formats_must_be_the_same() -> None:
+    first, second = ({"type": "json_schema", "schema": {"type": kind}} for kind in ("object", "array"))
+    for fields in ({"output_config": {"format": first}}, {"output_format": first}):
+        options = build_prompt_options(build_body(**fields), [], can_reason=False)
+        assert options["response_format"]["json_schema"]["schema"] == {"type": "object"}
+        assert build_prompt_options(build_body(**{"output_format": first, **fields}), [], can_reason=False) == options
+    body = build_body(output_config={"format": first}, output_format=second)
+    with pytest.raises(APIError, match=r"another name of `output_config.format`") as caught:
+        build_prompt_options(body, [], can_reason=False)
+    assert caught.value.param == "output_format"
+
+
 @pytest.mark.parametrize(
     ("thinking", "effort", "reasoning", "ignored"),
     [

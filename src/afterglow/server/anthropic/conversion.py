@@ -263,8 +263,11 @@ def build_prompt_options(body: MessagePromptFields, tools: Sequence[Tool], *, ca
     if choice is not None and choice.type in ("any", "tool") and not tools:
         raise invalid_request_error("tool_choice", "the request has no `tools`")
     parallel = not (isinstance(choice, AutoChoice | NamedChoice) and choice.disable_parallel_tool_use)
-    output = body.output_config
-    output_format = (output and output.format) or body.output_format
+    config_format = None if body.output_config is None else body.output_config.format
+    output_format = config_format or body.output_format
+    if body.output_format not in (None, output_format):
+        message = "`output_format` is another name of `output_config.format`: set one of them"
+        raise invalid_request_error("output_format", message)
     response_format = None
     if output_format is not None:
         response_format = {"type": "json_schema", "json_schema": {"name": "output", "schema": output_format.schema_}}
