@@ -217,3 +217,32 @@ def test_a_strict_server_refuses_tools_that_it_would_drop() -> None:
     start_record("POST", "/v1/messages", refuses_hints=True)
     with pytest.raises(APIError, match="no tool of type 'bash_20250124'"):
         convert_tools(body)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "effort", "can_reason", "refused"),
+    [
+        ({"type": "adaptive"}, None, True, None),
+        ({"type": "adaptive"}, "low", True, None),
+        ({"type": "disabled"}, None, False, None),
+        ({"type": "adaptive"}, None, False, "thinking"),
+        (None, "low", False, "output_config.effort"),
+        ({"type": "disabled"}, "low", True, "output_config.effort"),
+        ({"type": "enabled", "budget_tokens": 2048}, "low", True, "output_config.effort"),
+        ({"type": "adaptive", "display": "omitted"}, None, True, None),
+        ({"type": "adaptive", "display": "summarized"}, None, True, "thinking.display"),
+        ({"type": "adaptive", "display": "updates"}, None, True, "thinking.display"),
+    ],
+)
+def test_a_strict_server_refuses_thinking_that_would_have_no_effect(
+    thinking: Any, effort: Any, can_reason: bool, refused: str | None
+) -> None:
+    start_record("POST", "/v1/messages", refuses_hints=True)
+    body = build_body(thinking=thinking, output_config={"effort": effort})
+    if refused is None:
+        choose_reasoning(body, can_reason=can_reason)
+        omits_thinking(body)
+        return
+    with pytest.raises(APIError, match=f"`{refused}` has no effect") as caught:
+        omits_thinking(body) if refused == "thinking.display" else choose_reasoning(body, can_reason=can_reason)
+    assert (caught.value.param, caught.value.code) == (refused, "unsupported_parameter")

@@ -42,6 +42,7 @@ from afterglow.server.sealing import get_sealer
 Content: TypeAlias = str | Attachment
 ContentBlock: TypeAlias = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
 MAX_BREAKPOINTS = 4  # of a request, as in Anthropic's API
+NO_REASONING = "the model does not reason"
 TTL_SECONDS = {"5m": 300.0, "1h": 3600.0}
 
 
@@ -295,13 +296,14 @@ def choose_reasoning(body: MessagePromptFields, *, can_reason: bool) -> bool | i
 
     An effort has no effect beside a budget or if thinking is disabled. On a model without reasoning, neither has one.
     """
-    thinking, record = body.thinking, get_record()
+    thinking = body.thinking
     effort = None if body.output_config is None else body.output_config.effort
     if effort is not None and (not can_reason or isinstance(thinking, ThinkingEnabled | ThinkingDisabled)):
-        record.add_ignored("output_config.effort")
+        reason = "thinking is disabled or has a budget" if can_reason else NO_REASONING
+        report_hint("output_config.effort", reason)
     if not can_reason:
         if thinking is not None and not isinstance(thinking, ThinkingDisabled):
-            record.add_ignored("thinking")
+            report_hint("thinking", NO_REASONING)
         return None
     match thinking:
         case ThinkingDisabled():
@@ -319,5 +321,11 @@ def omits_thinking(body: MessagePromptFields) -> bool:
     if not isinstance(thinking, ThinkingEnabled | ThinkingAdaptive) or thinking.display is None:
         return False
     if thinking.display != "omitted":
-        get_record().add_ignored("thinking.display")
+        report_hint("thinking.display", "the whole thinking is returned")
     return thinking.display == "omitted"
+
+
+def report_hint(name: str, reason: str) -> None:
+    """Record a field that has no effect; raise status 400 if the server is strict."""
+    if not get_record().accept_hint(name):
+        raise invalid_request_error(name, f"`{name}` has no effect: {reason}; leave it out", "unsupported_parameter")

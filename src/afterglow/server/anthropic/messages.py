@@ -62,6 +62,7 @@ async def create_message(state: ServerState, body: MessageRequest, salt: str) ->
         stop=limits.parse_stops(body.stop_sequences, state.settings),
         overflow=body.overflow or "refuse",
     )
+    omit_thinking = omits_thinking(body)
     diagnostics = None
     if body.diagnostics is not None and body.diagnostics.previous_message_id is not None:
         with contextlib.ExitStack() as resources:  # what is cached is compared before it changes
@@ -73,7 +74,7 @@ async def create_message(state: ServerState, body: MessageRequest, salt: str) ->
         generation,
         max_tokens=body.max_tokens,
         salt=salt,
-        omit_thinking=omits_thinking(body),
+        omit_thinking=omit_thinking,
         diagnostics=diagnostics,
     )
     return await generation.respond(formatter, stream=bool(body.stream), format_ping=format_ping)
