@@ -106,6 +106,29 @@ def test_limits_refuse_and_change_nothing() -> None:
         assert [message["id"] for message in database.get("", id)["messages"]] == ["a", "b"]
 
 
+def test_settings_count_as_a_part_of_the_conversations() -> None:
+    """Characters count as their bytes."""
+    large, small = {"system": "é" * 600}, {"system": "é" * 300}
+    with open_database(max_conversation_bytes=1000) as database:
+        with pytest.raises(APIError, match=r"`max_conversation_bytes`"):
+            database.create("", title="", settings=large)
+        with pytest.raises(APIError, match=r"`max_conversation_bytes`"):
+            database.import_all("", [ConversationTree("", large, [])])
+        assert database.list_all("") == []
+        id = database.create("", title="", settings=small)["id"]
+        with pytest.raises(APIError, match=r"`max_conversation_bytes`"):
+            database.update("", id, title="new", settings=large)
+        with pytest.raises(APIError, match=r"`max_conversation_bytes`"):
+            database.put_message("", id, say("a", text="x" * 400))
+        with pytest.raises(APIError, match=r"`max_conversation_bytes`"):
+            database.create("", title="", settings=small)
+        conversation = database.get("", id)
+        assert (conversation["title"], conversation["settings"], conversation["messages"]) == ("", small, [])
+        database.create("other tenant", title="", settings=small)
+        assert database.update("", id, settings={})["settings"] == {}
+        database.create("", title="", settings=small)
+
+
 def test_an_export_is_imported_whole_or_not_at_all() -> None:
     with open_database() as database:
         id = database.create("", title="Tides", settings={"system": "x"})["id"]

@@ -105,7 +105,9 @@ class ConversationDatabase(Closeable):
     def create(self, salt: str, *, title: str, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Create an empty conversation."""
         with self._transaction() as connection:
-            return self._read(connection, salt, self._insert(connection, salt, title, settings))
+            id = self._insert(connection, salt, title, settings)
+            self._check_bytes(connection, salt)
+            return self._read(connection, salt, id)
 
     def get(self, salt: str, id: str) -> dict[str, Any]:
         """Return a whole conversation. Raises status 404 if the tenant has none with this id."""
@@ -134,6 +136,8 @@ class ConversationDatabase(Closeable):
             for name, value in changes.items():
                 if value is not None:
                     connection.execute(f"UPDATE conversations SET {name} = ? WHERE id = ?", (value, id))
+            if settings is not None:
+                self._check_bytes(connection, salt)
             self._touch(connection, id)
             return self._read_head(connection, salt, id)
 
@@ -142,7 +146,8 @@ class ConversationDatabase(Closeable):
         with self._transaction() as connection:
             self._check_exists(connection, salt, id)
             self._put(connection, id, message)
-            self._check_size(connection, salt, id)
+            self._check_message_count(connection, id)
+            self._check_bytes(connection, salt)
             connection.execute("UPDATE conversations SET leaf = ? WHERE id = ?", (message.id, id))
             self._touch(connection, id)
             return self._read_head(connection, salt, id)
@@ -181,7 +186,9 @@ class ConversationDatabase(Closeable):
     def import_all(self, salt: str, conversations: Sequence[ConversationTree]) -> list[dict[str, Any]]:
         """Add whole conversations under new ids: all of them or none. Parents come before their children."""
         with self._transaction() as connection:
-            return [self._import(connection, salt, conversation) for conversation in conversations]
+            heads = [self._import(connection, salt, conversation) for conversation in conversations]
+            self._check_bytes(connection, salt)
+            return heads
 
     def close(self) -> None:
         """Close the file."""
@@ -210,7 +217,7 @@ class ConversationDatabase(Closeable):
             if self._has_message(connection, id, message.id):
                 raise invalid_request_error("messages", f"two messages have the id {message.id!r}")
             self._put(connection, id, message)
-        self._check_size(connection, salt, id)
+        self._check_message_count(connection, id)
         if tree.leaf is not None:
             self._check_message_exists(connection, id, tree.leaf, "leaf")
         leaf = _find_newest_leaf(connection, id, None) if tree.leaf is None else tree.leaf
@@ -253,14 +260,19 @@ class ConversationDatabase(Closeable):
                 (text, info, nbytes, id, message.id),
             )
 
-    def _check_size(self, connection: sqlite3.Connection, salt: str, id: str) -> None:
+    def _check_message_count(self, connection: sqlite3.Connection, id: str) -> None:
         [(count,)] = connection.execute("SELECT count(*) FROM messages WHERE conversation = ?", (id,)).fetchall()
         check_limit(self._settings, "max_conversation_messages", "messages", count)
-        [(nbytes,)] = connection.execute(
+
+    def _check_bytes(self, connection: sqlite3.Connection, salt: str) -> None:
+        [(message_bytes,)] = connection.execute(
             "SELECT total(nbytes) FROM messages JOIN conversations ON conversations.id = conversation WHERE salt = ?",
             (salt,),
         ).fetchall()
-        check_limit(self._settings, "max_conversation_bytes", "messages", int(nbytes))
+        [(settings_bytes,)] = connection.execute(
+            "SELECT total(length(CAST(settings AS BLOB))) FROM conversations WHERE salt = ?", (salt,)
+        ).fetchall()
+        check_limit(self._settings, "max_conversation_bytes", "conversations", int(message_bytes) + int(settings_bytes))
 
     def _touch(self, connection: sqlite3.Connection, id: str) -> None:
         connection.execute("UPDATE conversations SET updated = ? WHERE id = ?", (time.time(), id))
