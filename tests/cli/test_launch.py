@@ -15,7 +15,8 @@ import pytest
 
 from afterglow.cli.clients import get_client
 from afterglow.cli.launch import check_context, find_free_port
-from afterglow.errors import InvalidArgument
+from afterglow.cli.ps import request_json
+from afterglow.errors import AfterglowError, InvalidArgument
 from afterglow.testing import models
 from afterglow.testing.models.scripted import write_scripted_model
 from support.commands import AFTERGLOW, run_command
@@ -62,7 +63,8 @@ def environment(directory: Path, tmp_path: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[ServerProcess]:
     arguments = [f"agent={directory / 'agent.gguf'}", f"tiny={models.get_path('successor-attention')}"]
-    arguments += [f"embedding={models.get_path('embedding')}", "--context", "20480", "--lazy-load"]
+    arguments += [f"embedding={models.get_path('embedding')}", f"my modèle={directory / 'agent.gguf'}"]
+    arguments += ["--context", "20480", "--lazy-load"]
     with run_server(*arguments, AFTERGLOW_SERVER_API_KEYS="secret") as server:
         yield server
 
@@ -116,6 +118,18 @@ def test_a_wrong_key_is_an_error(server: ServerProcess, environment: dict[str, s
     assert (result.returncode, "`--api-key` is not a key" in result.stderr) == (1, True), result.stderr
 
 
+def test_the_name_of_a_model_may_have_spaces_and_accents(server: ServerProcess, environment: dict[str, str]) -> None:
+    arguments = ["--port", get_port(server), "--api-key", "secret", "--model", "my modèle", "opencode"]
+    result = run_command("launch", *arguments, **environment)
+    assert result.returncode == 3, result.stderr
+    assert json.loads(result.stdout)["configuration"]["model"] == "afterglow/my modèle"
+
+
+def test_a_request_that_cannot_be_sent_is_not_reported_as_a_missing_server(server: ServerProcess) -> None:
+    with pytest.raises(AfterglowError, match="/v1/models/my model cannot be sent: URL can't contain control"):
+        request_json(server.url, "/v1/models/my model", "secret")
+
+
 # --- a server of its own
 
 
@@ -148,6 +162,21 @@ def test_the_server_ends_with_the_client_and_the_status_is_the_one_of_the_client
     assert launch.wait(60) == 7
     launch.stdout.close()
     assert not psutil.wait_procs(servers, timeout=60)[1]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--model", "big"]])
+def test_a_model_table_is_served_as_by_serve(
+    directory: Path, environment: dict[str, str], tmp_path: Path, arguments: list[str]
+) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f"[models.big]\nmodel = {json.dumps(str(directory / 'agent.gguf'))}\ncontext = 17000\n")
+    result = run_command(
+        "launch", "--port", "0", *arguments, "opencode", **environment, AFTERGLOW_SETTINGS=str(settings)
+    )
+    assert result.returncode == 3, result.stderr
+    report = json.loads(result.stdout)
+    assert report["answer"] == "Hello there."
+    assert report["configuration"]["provider"]["afterglow"]["models"]["big"]["limit"]["context"] >= 17_000
 
 
 def test_the_server_ends_if_launch_is_killed(directory: Path, environment: dict[str, str]) -> None:
@@ -190,6 +219,17 @@ def test_print_is_a_shell_script_that_sets_everything(environment: dict[str, str
     assert name == "openai/smollm2"
     assert json.loads(metadata)[name]["max_input_tokens"] == 9000
     assert result.stdout.splitlines()[-1] == "# aider --yes"
+
+
+def test_print_shows_the_first_model_table_unless_a_model_is_set(environment: dict[str, str], tmp_path: Path) -> None:
+    settings, port = tmp_path / "settings.toml", str(find_free_port("127.0.0.1"))
+    arguments = ["launch", "--print", "--port", port, "aider"]
+    tables = "[models.big]\nmodel = '/models/x.gguf'\ncontext = 9000\n\n[models.small]\n"
+    for text, name, context in ((tables, "big", 9000), (f"model = 'small'\n\n{tables}", "small", 8192)):
+        settings.write_text(text)
+        result = run_command(*arguments, **environment, AFTERGLOW_SETTINGS=str(settings))
+        assert f"export AIDER_MODEL=openai/{name}\n" in result.stdout, result.stderr
+        assert f'"max_input_tokens": {context}' in result.stdout
 
 
 def test_a_client_that_is_not_installed_is_an_error_with_the_command_to_install_it(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Annotated, Any
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -24,7 +25,7 @@ from afterglow.cli import options
 from afterglow.cli.clients import CLIENTS, Client, Endpoint, Setup, get_client
 from afterglow.cli.open_model import resolve_or_pull
 from afterglow.cli.ps import build_url, collect_models, find_api_key, request_json
-from afterglow.cli.serve import parse_model_argument
+from afterglow.cli.serve import resolve_model_argument
 from afterglow.cli.settings import ENVIRONMENT_PREFIX, Settings, load_command_settings
 from afterglow.errors import AfterglowError, InvalidArgument
 from afterglow.paths import get_data_directory
@@ -91,8 +92,8 @@ class LaunchSession:
                 wait_until_ready(self.url, self._api_key, None)
             yield
             return
-        model = self._model or self._settings.model
-        resolve_or_pull(parse_model_argument(model)[1])
+        model = choose_model(self._settings)
+        resolve_or_pull(resolve_model_argument(model, self._settings)[1])
         log_path = get_data_directory("launch") / f"server-{self._port}.log"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("w") as log, run_server(model, self._build_server_environment(), log) as process:
@@ -117,8 +118,9 @@ class LaunchSession:
         if is_listening(self.url):
             name, context = self._select_model(collect_models(self.url, self._api_key))
         else:
-            name = parse_model_argument(self._model or self._settings.model)[0]
+            name, _ = resolve_model_argument(choose_model(self._settings), self._settings)
             context = int(self._build_server_environment().get(f"{ENVIRONMENT_PREFIX}CONTEXT", 0))
+            context = self._settings.get_model_table(name).load_options.get("context") or context
             context = context or self._client.min_context_tokens
         check_context(self._client, name, context)
         endpoint = Endpoint(
@@ -129,17 +131,22 @@ class LaunchSession:
     def _select_model(self, rows: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
         """Return the name and the context of the model to use."""
         names = [row["name"] for row in rows]
-        name = names[0] if self._model is None else parse_model_argument(self._model)[0]
+        name = names[0] if self._model is None else resolve_model_argument(self._model, self._settings)[0]
         if name not in names:
             reason = f"{name!r} is not served at {self.url}; served are {', '.join(names)}. Use another --port"
             raise InvalidArgument("--model", reason)
         # A model that is loaded by its first request is loaded now.
         request_json(self.url, "/tokenize", self._api_key, {"model": name, "content": ""}, LOAD_TIMEOUT_SECONDS)
-        card = request_json(self.url, f"/v1/models/{name}", self._api_key)
+        card = request_json(self.url, f"/v1/models/{quote(name)}", self._api_key)
         if self._client.needs_tools and "chat" not in card["capabilities"]:
             reason = f"{name!r} cannot call tools, which {self._client.title} needs: it generates no chat responses"
             raise InvalidArgument("--model", reason)
         return name, card["context_length"]
+
+
+def choose_model(settings: Settings) -> str:
+    """Return the model to serve: the one that is set, otherwise the first model table, otherwise the default model."""
+    return settings.model if "model" in settings.model_fields_set else next(iter(settings.models), settings.model)
 
 
 def check_context(client: Client, model: str, context: int) -> None:

@@ -110,6 +110,8 @@ def request_json(
         if error.code != 503 or path != "/health":
             raise AfterglowError(f"{url} is not an afterglow server: {path} has status {error.code}") from None
         body = json.loads(error.read())
+    except (http.client.InvalidURL, UnicodeEncodeError) as error:
+        raise AfterglowError(f"the request to {url}{path} cannot be sent: {error}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise AfterglowError(f"no server at {url} ({reason}): start one with `afterglow serve`") from None
