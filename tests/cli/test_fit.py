@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 
 from afterglow.cli import fit
-from afterglow.cli.fit import list_part_names
+from afterglow.engine.host.build import find_projector
+from afterglow.errors import DownloadFailed
+from afterglow.llama.library.devices import MachineMemory
+from afterglow.registry import list_hub_files, store
 from afterglow.testing import models
 from support.commands import run_command
 from support.registry_servers import ServedResponses, publish, run_server
+
+MIB, GIB = 1024**2, 1024**3
 
 
 @pytest.fixture
@@ -79,6 +84,43 @@ def test_only_the_header_of_a_hub_file_is_downloaded(hub: ServedResponses, monke
     assert not (tmp_path / "models").exists()
 
 
+@pytest.mark.native
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ram", "quantization"),
+    [
+        ("qwen3", 8 * GIB, "Q8_0"),
+        ("qwen3", 80 * MIB, "Q4_K_M"),
+        ("Qwen/Qwen3-8B-GGUF", 8 * GIB, "Q8_0"),
+        ("Qwen/Qwen3-8B-GGUF:Q4_K_M", 8 * GIB, "Q4_K_M"),
+    ],
+)
+def test_only_the_headers_of_a_repository_are_downloaded(
+    hub: ServedResponses, monkeypatch, tmp_path, name: str, ram: int, quantization: str
+) -> None:
+    data, projector = models.get_path("attention").read_bytes(), models.get_path("projector-llava").read_bytes()
+    sizes = {"Q8_0": len(data) + 64 * MIB, "Q4_K_M": len(data)}
+    for known, size in sizes.items():
+        publish(hub, "Qwen/Qwen3-8B-GGUF", f"{known}/model-{known}.gguf", data.ljust(size, b"\0"))
+    publish(hub, "Qwen/Qwen3-8B-GGUF", "mmproj-F16.gguf", projector)
+    publish(hub, "Qwen/Qwen3-8B-GGUF", "mtp-model.gguf", b"GGUF")
+    monkeypatch.setattr(fit, "FIRST_HEADER_BYTES", 20_000)
+    monkeypatch.setattr(store, "HEAD_BYTES", 20_000)
+    with fit.open_header(name, MachineMemory(ram_bytes=ram)) as path:
+        assert path.name.endswith(f"model-{quantization}.gguf")
+        assert path.stat().st_size == sizes[quantization]
+        found = find_projector(path)
+        assert found is not None
+        assert found.stat().st_size == len(projector)
+    assert max(hub.sent_ranges) <= 20_000
+    assert not (tmp_path / "models").exists()
+
+
+def test_a_model_in_a_wheel_is_refused_with_the_command_that_pulls_it(hub: ServedResponses) -> None:
+    with pytest.raises(DownloadFailed, match="run `afterglow pull smollm2` first"), fit.open_header("smollm2"):
+        pass
+
+
 def test_the_parts_of_a_split_model_are_named_by_the_first_one() -> None:
-    assert list_part_names("owner/repo:a.gguf") == ["owner/repo:a.gguf"]
-    assert list_part_names("o/r:a-00001-of-00003.gguf")[2] == "o/r:a-00003-of-00003.gguf"
+    assert [file.label for file in list_hub_files("owner/repo:a.gguf")] == ["owner/repo:a.gguf"]
+    assert list_hub_files("o/r:a-00001-of-00003.gguf")[2].label == "o/r:a-00003-of-00003.gguf"

@@ -9,22 +9,21 @@ from afterglow.api.fit import GPU_RESERVE_FRACTION, RAM_RESERVE_FRACTION, WANTED
 from afterglow.errors import OutOfMemory
 from afterglow.llama.gguf.footprint import estimate_footprint
 from afterglow.llama.gguf.header import read_header
-from afterglow.llama.library.devices import get_free_memory
+from afterglow.llama.library.devices import MachineMemory, get_free_memory
 from afterglow.llama.settings import ContextSettings
 from afterglow.registry import Variant
 
 
-def choose_quantization(header: Path, variants: Sequence[Variant]) -> Variant:
+def choose_quantization(header: Path, variants: Sequence[Variant], memory: MachineMemory | None = None) -> Variant:
     """Return the largest variant that fits with a context of 32,768 tokens into the GPUs, otherwise into RAM.
 
-    `variants` are sorted by size, largest first; `header` has the header of one of them. Raises `OutOfMemory` if none
-    fits.
+    `variants` are sorted by size, largest first; `header` has the header of one of them. `memory` is the free memory,
+    by default of now. Raises `OutOfMemory` if none fits.
     """
     context_bytes = estimate_context_bytes(header)
-    budgets = [
-        int(get_free_memory(gpu=True) * (1 - GPU_RESERVE_FRACTION)),
-        int(get_free_memory(gpu=False) * (1 - RAM_RESERVE_FRACTION)),
-    ]
+    gpu_bytes = get_free_memory(gpu=True) if memory is None else sum(memory.gpu_bytes)
+    ram_bytes = get_free_memory(gpu=False) if memory is None else memory.ram_bytes
+    budgets = [int(gpu_bytes * (1 - GPU_RESERVE_FRACTION)), int(ram_bytes * (1 - RAM_RESERVE_FRACTION))]
     for budget in budgets:
         for variant in variants:
             if variant.size + context_bytes <= budget:

