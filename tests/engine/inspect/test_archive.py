@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tarfile
 
 import numpy as np
@@ -44,6 +46,47 @@ def test_damaged_files_are_neither_exported_nor_imported(store_conversation, fol
     victim.write_bytes(victim.read_bytes()[:-1])
     assert export_archive(folder, tmp_path / "rest.tar") == count - 1
     assert export_archive(folder, tmp_path / "none.tar", ["0" * 64]) == 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), InvalidArgument), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_an_export_that_fails_leaves_no_file_and_can_be_repeated(
+    store_conversation, folder, tmp_path, monkeypatch, failure, raised
+):
+    store_conversation()
+    names, add = [], tarfile.TarFile.add
+
+    def fail_at_the_second(archive, path, name, **options):
+        names.append(name)
+        if len(names) == 2:
+            raise failure
+        add(archive, path, name, **options)
+
+    files = sorted(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(tarfile.TarFile, "add", fail_at_the_second)
+        with pytest.raises(raised):
+            export_archive(folder, tmp_path / "copy.tar")
+    assert sorted(tmp_path.iterdir()) == files
+    count = export_archive(folder, tmp_path / "copy.tar")
+    assert import_archive(tmp_path / "elsewhere", tmp_path / "copy.tar") == count > 1
+
+
+def test_an_export_never_replaces_a_file_that_appears_meanwhile(store_conversation, folder, tmp_path, monkeypatch):
+    store_conversation()
+    copy, add = tmp_path / "copy.tar", tarfile.TarFile.add
+
+    def add_late(archive, path, name, **options):
+        copy.write_text("of another program")
+        add(archive, path, name, **options)
+
+    monkeypatch.setattr(tarfile.TarFile, "add", add_late)
+    with pytest.raises(InvalidArgument, match="already exists"):
+        export_archive(folder, copy)
+    assert copy.read_text() == "of another program"
+    assert sorted(tmp_path.iterdir()) == [copy, folder]
 
 
 @pytest.mark.parametrize("name", ["../out", "a/b", "/etc/passwd", f"{'0' * 64}/../../out", f"{'0' * 64}/index.sqlite3"])

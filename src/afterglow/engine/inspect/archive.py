@@ -6,12 +6,13 @@ import contextlib
 import os
 import tarfile
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from afterglow.engine.kvcache.disk import files as disk_files
-from afterglow.engine.kvcache.disk.index import DiskIndex, open_index
+from afterglow.engine.kvcache.disk.index import DiskIndex, IndexRow, open_index
 from afterglow.errors import InvalidArgument, InvalidState
 
 
@@ -30,22 +31,39 @@ def export_archive(
         ]
     if target.exists():
         raise InvalidArgument("file", f"{target} already exists")
-    count = 0
     try:
-        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
-            for row in rows:
-                name = f"{row.model}/{row.name}"
-                with contextlib.suppress(FileNotFoundError, InvalidState):
-                    disk_files.load_file(directory / name)
-                    archive.add(directory / name, name, recursive=False)
-                    count += 1
-            for model in sorted({row.model for row in rows}):
-                name = f"{model}/{disk_files.LABEL_FILE_NAME}"
-                with contextlib.suppress(FileNotFoundError):
-                    archive.add(directory / name, name, recursive=False)
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".afterglow-")  # private
+        try:
+            with open(descriptor, "wb") as file:
+                count = _write_archive(directory, file, rows)
+                file.flush()
+                os.fsync(file.fileno())
+            target.touch(exist_ok=False)  # a hard link would not overwrite either, but some file systems have none
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except FileExistsError:
+        raise InvalidArgument("file", f"{target} already exists") from None
     except OSError as error:
         raise InvalidArgument("file", f"{target} cannot be written: {error.strerror}") from None
+    return count
+
+
+def _write_archive(directory: Path, file: IO[bytes], rows: Sequence[IndexRow]) -> int:
+    """Write the intact files of rows of the index; return their number."""
+    count = 0
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for row in rows:
+            name = f"{row.model}/{row.name}"
+            with contextlib.suppress(FileNotFoundError, InvalidState):
+                disk_files.load_file(directory / name)
+                archive.add(directory / name, name, recursive=False)
+                count += 1
+        for model in sorted({row.model for row in rows}):
+            name = f"{model}/{disk_files.LABEL_FILE_NAME}"
+            with contextlib.suppress(FileNotFoundError):
+                archive.add(directory / name, name, recursive=False)
     return count
 
 
