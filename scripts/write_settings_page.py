@@ -37,8 +37,9 @@ have a unit, e.g. `4GiB`. An unknown name is an error that suggests the nearest 
 that says what is valid; both name the flag, the variable or the key of the file, and nothing is started.
 
 These variables are read before the settings: `AFTERGLOW_CACHE` (directory of everything that can be computed or
-downloaded again), `AFTERGLOW_DATA` (directory of the history and the conversations of `chat`), `AFTERGLOW_MODELS`
-(directory of pulled models), `AFTERGLOW_LIBLLAMA` (a custom llama.cpp library).
+downloaded again), `AFTERGLOW_DATA` (directory of conversations, runs of agents, batches, created models and other
+[files](files.md) that cannot), `AFTERGLOW_MODELS` (directory of pulled models), `AFTERGLOW_LIBLLAMA` (a custom
+llama.cpp library).
 
 ## Model
 

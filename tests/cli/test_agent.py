@@ -114,6 +114,28 @@ def test_an_answer_without_a_run_that_waits_is_refused(run: Command) -> None:
         assert "`--answer` needs --resume" in refused.stderr
 
 
+@pytest.mark.parametrize("source", ["flag", "variable"])
+def test_a_private_agent_writes_nothing_of_a_run_to_disk(
+    tmp_path: Path, model: Path, servers: Path, source: str
+) -> None:
+    environment = {"AFTERGLOW_DATA": str(tmp_path / "data"), "AFTERGLOW_CACHE": str(tmp_path / "cache")}
+    environment |= {"AFTERGLOW_DISK_CACHE": "on"} | ({"AFTERGLOW_PRIVATE": "true"} if source == "variable" else {})
+    flags = ["--model", str(model), "--mcp", str(servers), "--context", "4096", "--threads", "1"]
+    flags += ["--private"] if source == "flag" else []
+    result = run_in_process("agent", "Do it.", "--allow", "external", *flags, **environment)
+    assert (result.returncode, result.stdout) == (0, "Everything is done.\n")
+    waiting = run_in_process("agent", "Do it.", *flags, **environment)
+    assert (waiting.returncode, "--resume" in waiting.stderr) == (1, False)
+    assert not (tmp_path / "data").exists()
+    assert not (tmp_path / "cache" / "prefix").exists()
+    refused = run_in_process("agent", "--resume", "a-run", *flags, **environment)
+    assert refused.returncode == 1
+    assert "`--resume` cannot be used with --private" in refused.stderr
+    stored = run_in_process("agent", "Do it.", *flags, "--store", str(tmp_path / "runs.db"), **environment)
+    assert "afterglow agent --resume" in stored.stderr
+    assert (tmp_path / "runs.db").exists()
+
+
 @pytest.mark.parametrize("overflow", [None, "shift"])
 def test_a_run_that_outgrows_the_context_is_compacted_unless_the_settings_say_otherwise(
     run: Command, monkeypatch: pytest.MonkeyPatch, overflow: str | None

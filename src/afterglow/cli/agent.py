@@ -55,7 +55,7 @@ StoreOption = Annotated[
 ]
 
 
-@options.accept_settings([*options.GENERATION_OPTIONS, *options.MODEL_OPTIONS])
+@options.accept_settings([*options.GENERATION_OPTIONS, "private", *options.MODEL_OPTIONS])
 def agent(
     command: typer.Context,
     task: Annotated[str, typer.Argument(help="The task. With --resume, a further message of the user.")] = "",
@@ -76,6 +76,8 @@ def agent(
 
     The answer goes to standard output, calls and results to standard error. At a terminal you are asked about calls
     that are neither allowed nor denied. Otherwise the run waits: afterglow agent --resume ID --answer CALL=allow
+
+    Runs are stored, with all messages; --private turns that off.
     """
     if not task and resume is None:
         raise InvalidArgument("TASK", "is missing")
@@ -83,6 +85,9 @@ def agent(
         raise InvalidArgument("--answer", "needs --resume with the id of the run that waits")
     answers = parse_answers(answer or ())
     settings = load_command_settings(command)
+    path = None if settings.private and store is None else get_store_path(store)
+    if resume is not None and path is None:
+        raise InvalidArgument("--resume", "cannot be used with --private, unless --store names the file of the run")
     console = Console(stderr=True)
     defaults = Limits()
     limits = Limits(rounds=rounds or defaults.rounds, seconds=seconds)
@@ -94,7 +99,7 @@ def agent(
             permissions=build_permissions(allow or (), deny or ()),
             limits=limits,
             ask=terminal,
-            store=get_store_path(store),
+            store=path,
             roles=roles or (),
             **get_generation_options(settings),
         )
@@ -105,7 +110,7 @@ def agent(
             if task:
                 run.say(task)
         outcome = asyncio.run(show_run(run, console))
-    report_end(outcome, console)
+    report_end(outcome, console, is_stored=path is not None)
 
 
 def get_generation_options(settings: Settings) -> ChatGenerationOptions:
@@ -116,13 +121,14 @@ def get_generation_options(settings: Settings) -> ChatGenerationOptions:
     return options
 
 
-def report_end(outcome: Outcome, console: Console) -> None:
-    """Say why a run did not end with an answer, and exit with 1 then."""
+def report_end(outcome: Outcome, console: Console, *, is_stored: bool) -> None:
+    """Say why a run did not end with an answer, and how to continue it if it is stored; exit with 1 then."""
     if outcome:
         return
     print_note(console, f"{outcome.status}: {outcome.reason}")
-    answers = " ".join(f"--answer {question.call.id}=allow" for question in outcome.waiting)
-    print_note(console, f"afterglow agent --resume {outcome.run_id} {answers}".rstrip())
+    if is_stored:
+        answers = " ".join(f"--answer {question.call.id}=allow" for question in outcome.waiting)
+        print_note(console, f"afterglow agent --resume {outcome.run_id} {answers}".rstrip())
     raise typer.Exit(1)
 
 

@@ -98,7 +98,8 @@ class Settings(BaseSettings):
     stats: bool = pydantic.Field(True, description="Print statistics after each response.")
     private: bool = pydantic.Field(
         False,
-        description="Write nothing of conversations to disk: no disk prefix cache, whatever `disk_cache` is.",
+        description="Write nothing of conversations to disk: no disk prefix cache, whatever `disk_cache` is, no saved "
+        "conversations and no runs of agents.",
     )
     loop_guard: bool = pydantic.Field(True, description="Stop a response that repeats itself without end.")
     models: dict[str, ModelTable] = pydantic.Field(
