@@ -219,7 +219,7 @@ def test_the_decoded_size_of_all_media_is_limited():
 
 def test_an_invalid_media_policy_is_rejected(tmp_path):
     for options in ({"allowed_hosts": ("https://example.com/",)}, {"allowed_hosts": ("",)}):
-        with pytest.raises(InvalidArgument, match="is not a hostname"):
+        with pytest.raises(InvalidArgument, match="must be hostnames"):
             MediaPolicy(**options)
-    with pytest.raises(InvalidArgument, match="is not a directory"):
+    with pytest.raises(InvalidArgument, match="must be an existing directory"):
         MediaPolicy(allowed_directory=Path(tmp_path / "nowhere"))

@@ -81,6 +81,8 @@ def test_an_unknown_environment_variable_is_an_error_with_a_suggestion(monkeypat
         ("chat_template = 3", "chat_template` must be a path, not 3"),
         ("server = 3", "server` must be a valid dictionary"),
         ("ram_cache_bytes = '3XB'", "ram_cache_bytes` must be a number of bytes, perhaps with a unit: 4GiB, not '3XB'"),
+        ("[server]\nmedia_directory = '/none'", "server.media_directory` must be an existing directory, not '/none'"),
+        ("[server]\nmedia_directory = '~nobody2/a'", "server.media_directory` must be an existing directory, not '~n"),
         ("[server]\nport = 'x'", "server.port` must be a valid integer, not 'x'"),
         ("[server]\nprot = 1", "server.prot` is not a setting; did you mean 'port'?"),
     ],
@@ -120,6 +122,11 @@ def test_an_error_in_a_flag_names_the_flag(monkeypatch):
     assert str(result.exception) == "`--split-mode` must be 'none', 'layer' or 'row', not 'rows'"
     result = CliRunner().invoke(app, ["serve", "--stall-seconds", "0"])
     assert str(result.exception) == "`--stall-seconds` must be greater than 0, not 0.0"
+    result = CliRunner().invoke(app, ["serve", "--lazy-load", "--media-directory", "/none"])
+    assert str(result.exception) == "`--media-directory` must be an existing directory, not '/none'"
+    result = CliRunner().invoke(app, ["serve", "--media-host", "example.com", "--media-host", "https://x.y"])
+    reason = "must be hostnames such as example.com or *.example.com, not 'https://x.y'"
+    assert str(result.exception) == f"`--media-host` {reason}"
     result = CliRunner().invoke(app, ["serve", "--contxt", "512"])
     assert (result.exit_code, "--context" in result.output) == (2, True)
 
@@ -233,7 +240,7 @@ SERVER_FLAGS = {
     "host": "::1",
     "port": 0,
 }
-MEDIA_FLAGS = {"media_directory": Path("media"), "max_media_bytes": 7, "max_image_pixels": 8}
+MEDIA_FLAGS = {"media_directory": Path(__file__).parent, "max_media_bytes": 7, "max_image_pixels": 8}
 
 
 def to_arguments(flags: dict[str, object]) -> list[str]:

@@ -181,6 +181,12 @@ def test_a_redirect_target_is_checked_like_the_first_url(network, target):
     assert [ip for ip, _ in network.connections] == [PUBLIC]
 
 
+@pytest.mark.parametrize("target", ["http://[", "//[::1", "http://[no-address]/"])
+def test_a_redirect_to_an_invalid_url_is_reported(network, target):
+    with pytest.raises(InvalidMedia, match="it redirects to an invalid URL"):
+        fetch_url(f"http://good.example/to?{target}", POLICY, network)
+
+
 def test_redirects_are_limited(network):
     with pytest.raises(InvalidMedia, match="limit of 3 redirects"):
         fetch_url("http://good.example/loop", POLICY, network)

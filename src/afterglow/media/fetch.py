@@ -64,7 +64,11 @@ def fetch_url(url: str, policy: MediaPolicy, network: Network | None = None) -> 
             raise InvalidMedia(abbreviate_source(url), f"the fetch failed ({type(error).__name__})") from None
         if isinstance(response, bytes):
             return response
-        target = parse_url(urljoin(current.url, response), policy)
+        try:
+            location = urljoin(current.url, response)
+        except ValueError:
+            raise InvalidMedia(abbreviate_source(url), "it redirects to an invalid URL") from None
+        target = parse_url(location, policy)
         if (current.scheme, target.scheme) == ("https", "http"):
             raise MediaRefused(abbreviate_source(url), "it redirects from https: to http:")
         current = target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -36,20 +37,29 @@ class MediaPolicy:
     fetch_timeout_seconds: float = 10.0  # for one URL, including redirects
 
     def __post_init__(self) -> None:
-        if isinstance(self.allowed_hosts, str):
-            raise InvalidArgument("allowed_hosts", "must be a list of hostnames, not a string")
+        if isinstance(self.allowed_hosts, str) or not isinstance(self.allowed_hosts, Collection):
+            raise InvalidArgument("allowed_hosts", f"must be a list of hostnames, not {self.allowed_hosts!r}")
         for host in self.allowed_hosts:
-            if not host or re.search(r"[/@\s]", host):
-                reason = f"{host!r} is not a hostname: write example.com or *.example.com"
+            if not isinstance(host, str) or not host or re.search(r"[/@\s]", host):
+                reason = f"must be hostnames such as example.com or *.example.com, not {host!r}"
                 raise InvalidArgument("allowed_hosts", reason)
-        if self.allowed_directory is not None and not Path(self.allowed_directory).expanduser().is_dir():
-            raise InvalidArgument("allowed_directory", f"{self.allowed_directory} is not a directory")
+        if self.allowed_directory is not None and not _is_directory(self.allowed_directory):
+            raise InvalidArgument("allowed_directory", f"must be an existing directory, not '{self.allowed_directory}'")
         sizes = ("max_bytes", "max_pixels", "max_side_pixels", "max_audio_seconds", "max_decoded_bytes")
         for name in (*sizes, "fetch_timeout_seconds"):
-            if getattr(self, name) <= 0:
-                raise InvalidArgument(name, f"must be more than 0, not {getattr(self, name)}")
-        if self.max_redirects < 0:
-            raise InvalidArgument("max_redirects", f"must be at least 0, not {self.max_redirects}")
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise InvalidArgument(name, f"must be a number of more than 0, not {value!r}")
+        if not isinstance(self.max_redirects, int) or self.max_redirects < 0:
+            raise InvalidArgument("max_redirects", f"must be an integer of at least 0, not {self.max_redirects!r}")
+
+
+def _is_directory(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path, perhaps with the home directory of a user, is that of a directory."""
+    try:
+        return Path(path).expanduser().is_dir()
+    except (TypeError, RuntimeError):  # no path, or no such user
+        return False
 
 
 INLINE_ONLY = MediaPolicy()

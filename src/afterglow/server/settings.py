@@ -28,6 +28,7 @@ DURATION_UNIT_SECONDS = {
 }
 DURATION_PART_PATTERN = re.compile(rf"(\d+(?:\.\d*)?)({'|'.join(DURATION_UNIT_SECONDS)}|$)")
 FOREVER_SECONDS = 100 * 365 * 24 * 3600  # a longer duration is infinite: clocks and waits overflow
+POLICY_FIELDS = {"media_hosts": "allowed_hosts", "media_directory": "allowed_directory"}  # of `MediaPolicy`
 TextList = Annotated[tuple[str, ...], pydantic.BeforeValidator(parse_list)]
 
 
@@ -304,6 +305,15 @@ class ServerSettings(pydantic.BaseModel):
         if not isinstance(keys, list | tuple):
             return values
         return {**values, "api_keys": (*keys, *read_api_keys(Path(values["api_key_file"])))}
+
+    @pydantic.field_validator("media_hosts", "media_directory")
+    @classmethod
+    def _check_media_source(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        try:
+            MediaPolicy(**{POLICY_FIELDS[str(info.field_name)]: value})
+        except InvalidArgument as error:
+            raise ValueError(error.reason) from None
+        return value
 
     @property
     def media_policy(self) -> MediaPolicy:
