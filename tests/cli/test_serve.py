@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from afterglow.cli.commands import load_command
+from afterglow.cli import serve
+from afterglow.cli.commands import app, load_command
+from afterglow.cluster import run
 from afterglow.testing import models
 from support.commands import run_in_process
 from support.server_process import run_server, wait_until
@@ -160,6 +165,73 @@ def test_a_page_that_is_off_cannot_be_opened() -> None:
 def test_the_address_of_a_ray_cluster_is_optional(arguments: list[str], address: str | None, models: list[str]) -> None:
     parameters = load_command("serve").make_context("serve", list(arguments)).params
     assert (parameters["ray"], parameters["models"]) == (address, models)
+
+
+SETTINGS_FOR_RAY = f"""
+threads = 3
+temperature = 0.3
+disk_cache = true
+private = true
+[models.tiny]
+model = "{models.get_path("successor-attention")}"
+context = 700
+disk_cache = true
+draft = "mtp"
+adapters = {{style = "/nowhere/style.gguf"}}
+[server]
+aliases = ["gpt-*=tiny"]
+"""
+
+
+def start_on_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, *flags: str) -> tuple[Any, dict[str, Any]]:
+    """Run `serve --ray` with a settings file; return its result, and the arguments of `serve_on_ray`."""
+    calls: list[dict[str, Any]] = []
+    signature = inspect.signature(run.serve_on_ray)
+    monkeypatch.setattr(serve, "serve_on_ray", lambda *all: calls.append(signature.bind(*all).arguments))
+    (tmp_path / "settings.toml").write_text(text)
+    monkeypatch.setenv("AFTERGLOW_SETTINGS", str(tmp_path / "settings.toml"))
+    result = CliRunner().invoke(app, ["serve", "--ray", "local", *flags])
+    return result, calls[0] if calls else {}
+
+
+def test_replicas_on_ray_have_the_settings_of_the_command_and_of_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = ["--replicas", "1", "--top-p", "0.8"]
+    result, call = start_on_ray(monkeypatch, tmp_path, SETTINGS_FOR_RAY, *flags)
+    assert (result.exception, call["name"]) == (None, "tiny")
+    given = {name: call["options"][name] for name in ("threads", "context", "replicas", "draft", "disk_cache")}
+    assert given == {"threads": 3, "context": 700, "replicas": 1, "draft": "mtp", "disk_cache": False}
+    assert list(call["options"]["adapters"]) == ["style"]
+    assert call["sampling_defaults"] == {"temperature": 0.3, "top_p": 0.8}
+    assert (call["settings"].aliases, call["settings"].store_conversations) == (("gpt-*=tiny",), False)
+    assert "replicas" not in start_on_ray(monkeypatch, tmp_path, SETTINGS_FOR_RAY)[1]["options"]  # that of `deployment`
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--open"],
+        ["--ollama"],
+        ["--lazy-load"],
+        ["--allow-reload"],
+        ["--keep-alive", "5m"],
+        ["--memory-bytes", "1GiB"],
+        ["--gpu-memory-bytes", "1GiB"],
+    ],
+)
+def test_a_setting_that_cannot_apply_on_ray_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str]
+) -> None:
+    result, call = start_on_ray(monkeypatch, tmp_path, SETTINGS_FOR_RAY, *flags)
+    assert str(result.exception).startswith(f"`{flags[0]}` cannot be used with --ray")
+    assert not call
+
+
+def test_the_lifetime_of_one_model_on_ray_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = SETTINGS_FOR_RAY.replace("context = 700", "keep_alive = '5m'")
+    result, call = start_on_ray(monkeypatch, tmp_path, text)
+    assert (str(result.exception).startswith("`models.tiny.keep_alive` cannot be used with --ray"), call) == (True, {})
 
 
 # --- ps

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from socket import socket
-from typing import cast
 
 import typer
 from rich.console import Console
@@ -28,11 +27,11 @@ from afterglow.api.load import (
     plan_load,
 )
 from afterglow.api.model import Model
-from afterglow.api.options import LoadOptions, build_model_settings, get_fields
+from afterglow.api.options import LoadOptions, build_model_settings
 from afterglow.cli import options
 from afterglow.cli.fit import build_fit_table, format_summary
 from afterglow.cli.open_model import resolve_or_pull
-from afterglow.cli.settings import Settings, load_command_settings
+from afterglow.cli.settings import SERVER_FIELDS, Settings, get_flag, load_command_settings
 from afterglow.cluster.run import serve_on_ray
 from afterglow.engine.host.build import DraftSource
 from afterglow.engine.types.settings import EngineSettings
@@ -53,6 +52,7 @@ from afterglow.server.settings import ServerSettings
 from afterglow.server.state import ServerState
 from afterglow.server.web.files import explain_disabled_page
 
+NO_CLUSTER_SETTINGS = ("ollama", "allow_reload", "lazy_load", "keep_alive", "memory_bytes", "gpu_memory_bytes")
 INSTALLED_KEEP_ALIVE_SECONDS = 300.0  # as in Ollama, of models that are not named on the command line
 
 app = typer.Typer(add_completion=False)
@@ -80,7 +80,7 @@ def serve(
         if ray is None:
             serve_models(served, settings, opens_page=open_page)
         else:
-            serve_on_cluster(served, settings, ray)
+            serve_on_cluster(served, settings, ray, opens_page=open_page)
 
 
 def list_default_models(settings: Settings) -> list[str]:
@@ -88,23 +88,44 @@ def list_default_models(settings: Settings) -> list[str]:
     return [] if settings.server.ollama and "model" not in settings.model_fields_set else [settings.model]
 
 
-def serve_on_cluster(models: Mapping[str, str], settings: Settings, address: str) -> None:
+def serve_on_cluster(models: Mapping[str, str], settings: Settings, address: str, *, opens_page: bool = False) -> None:
     """Serve one model with replicas on a Ray cluster until a signal arrives."""
     if len(models) != 1:
         raise InvalidArgument("--ray", f"serves one model, not {len(models)}: start one application for each")
     ((name, model),) = models.items()
+    check_cluster_settings(name, settings, opens_page=opens_page)
     resolve_or_pull(model)
     console = Console(stderr=True, highlight=False)
-    given = {
-        key: value for key, value in settings.load_options.items() if value != get_fields(LoadOptions)[key].default
-    }
-    load_options = cast(LoadOptions, given)
     server = choose_server_settings(settings)
 
     def announce(url: str) -> None:
         print_startup_message(console, url, [name], bool(server.api_keys))
 
-    serve_on_ray(model, name, address, server, load_options, announce)
+    load_options = build_cluster_options(name, settings)
+    serve_on_ray(model, name, address, server, load_options, settings.sampling_defaults, announce)
+
+
+def check_cluster_settings(name: str, settings: Settings, *, opens_page: bool) -> None:
+    """Raise `InvalidArgument` for a setting that cannot apply on a Ray cluster, which keeps its replicas loaded."""
+    reason = "cannot be used with --ray"
+    if opens_page:
+        raise InvalidArgument("--open", reason)
+    for field in NO_CLUSTER_SETTINGS:
+        if getattr(settings.server, field) != SERVER_FIELDS[field].default:
+            raise InvalidArgument(get_flag(field), reason)
+    if settings.get_model_table(name).keep_alive not in (None, math.inf):
+        raise InvalidArgument(f"models.{name}.keep_alive", reason)
+
+
+def build_cluster_options(name: str, settings: Settings) -> LoadOptions:
+    """Return the options of `load` of the replicas, without `replicas` if that is not set."""
+    load_options, table = build_load_options([name], settings)[name], settings.get_model_table(name)
+    draft = table.load_options.get("draft", settings.load_options["draft"])
+    if "=" not in str(draft):
+        load_options["draft"] = draft  # each machine looks up its file
+    if "replicas" not in settings.model_fields_set | table.model_fields_set:
+        del load_options["replicas"]
+    return load_options
 
 
 def serve_models(models: Mapping[str, str], settings: Settings, *, opens_page: bool = False) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, cast
 from afterglow import registry
 from afterglow.api.load import build_engine_settings, read_chat_template
 from afterglow.api.model import Model
-from afterglow.api.options import LoadOptions, check_options
+from afterglow.api.options import LoadOptions, SamplingOptions, check_options
 from afterglow.cluster.host import MAX_ATTEMPTS, RayHost
 from afterglow.cluster.replica import EngineReplica
 from afterglow.engine.host import remote_calls
@@ -85,6 +85,7 @@ def deployment(
     server: ServerSettings | None = None,
     policy: Literal["prefix", "round_robin"] = "prefix",
     replica_options: Mapping[str, Any] | None = None,
+    sampling_defaults: SamplingOptions | None = None,
     **options: Unpack[LoadOptions],
 ) -> Application:
     """Build the Ray Serve application of a model: an ingress with the HTTP API, and replicas with engines.
@@ -96,6 +97,7 @@ def deployment(
         policy: How requests are routed: by `prefix`, or in turn (`round_robin`), for comparisons.
         replica_options: Further options of the deployment of the replicas, e.g. `autoscaling_config` and
             `num_replicas="auto"`, or `ray_actor_options`. By default a replica needs `threads` CPUs, or one.
+        sampling_defaults: Sampling options of requests that do not set them, as in `afterglow.load`.
         options: Options of `afterglow.load` for each replica. `replicas` is their number, by default 2.
 
     Run it with `ray.serve.run(deployment("smollm2", replicas=2, shared_cache="/mnt/prefixes"))`.
@@ -104,6 +106,7 @@ def deployment(
     from ray.serve.config import RequestRouterConfig
 
     check_options(LoadOptions, options)
+    check_options(SamplingOptions, sampling_defaults or {})
     engine_options: LoadOptions = {**options, "replicas": 1}
     settings = server or ServerSettings()  # type: ignore[call-arg]
 
@@ -127,7 +130,7 @@ def deployment(
     served_name = name or (Path(model).stem if model.endswith(".gguf") else model)
 
     def build_app() -> Any:  # Serve calls functions, and takes other callables for applications
-        return build_ingress(model, served_name, settings, engine_options)
+        return build_ingress(model, served_name, settings, engine_options, sampling_defaults)
 
     ingress = serve.deployment(
         serve.ingress(build_app)(),
@@ -151,19 +154,35 @@ def build(arguments: dict[str, Any]) -> Application:
     return deployment(**arguments)
 
 
-def build_ingress(model: str, name: str, settings: ServerSettings, options: LoadOptions) -> Any:
+def build_ingress(
+    model: str,
+    name: str,
+    settings: ServerSettings,
+    options: LoadOptions,
+    sampling_defaults: SamplingOptions | None = None,
+) -> Any:
     """Build the ASGI application of an ingress replica. The model is opened by its first request."""
     from ray import serve
 
     app_name = serve.get_replica_context().app_name
     handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, app_name=app_name)
-    served = ServedModel(functools.partial(open_model, model, name, settings, options, handle))
-    state = ServerState(ModelRegistry({name: served}), settings)
+    served = ServedModel(
+        functools.partial(open_model, model, name, settings, options, handle, sampling_defaults),
+        adapters=tuple(check_options(LoadOptions, options)["adapters"]),
+    )
+    state = ServerState(ModelRegistry({name: served}, aliases=settings.aliases), settings)
     application, _ = build_application(state)
     return application
 
 
-def open_model(model: str, name: str, settings: ServerSettings, options: LoadOptions, handle: Any) -> Model:
+def open_model(
+    model: str,
+    name: str,
+    settings: ServerSettings,
+    options: LoadOptions,
+    handle: Any,
+    sampling_defaults: SamplingOptions | None = None,
+) -> Model:
     """Open a model whose engines are on the cluster."""
     checked = check_options(LoadOptions, options)
     path = registry.resolve(model)
@@ -178,6 +197,7 @@ def open_model(model: str, name: str, settings: ServerSettings, options: LoadOpt
         name,
         chat_template=read_chat_template(checked["chat_template"]),
         media_policy=settings.media_policy,
+        sampling_defaults=check_options(SamplingOptions, sampling_defaults or {}),
         strip_media=checked["strip_media"],
         replay=checked["replay"],
         shorten_embeddings=checked["shorten_embeddings"],

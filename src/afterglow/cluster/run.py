@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 
-from afterglow.api.options import LoadOptions
+from afterglow.api.options import LoadOptions, SamplingOptions
 from afterglow.cluster.application import deployment
 from afterglow.errors import InvalidArgument
 from afterglow.server.settings import ServerSettings
@@ -25,6 +25,7 @@ def serve_on_ray(
     address: str,
     settings: ServerSettings,
     options: LoadOptions,
+    sampling_defaults: SamplingOptions,
     on_ready: Callable[[str], None],
 ) -> None:
     """Serve a model on the cluster at `address` until SIGINT or SIGTERM; a second signal does not wait for requests.
@@ -42,7 +43,8 @@ def serve_on_ray(
     is_own = connect(address)
     try:
         serve.start(http_options={"host": settings.host, "port": settings.port})
-        serve.run(deployment(model, name=name, server=settings, **options), name=APPLICATION)
+        application = deployment(model, name=name, server=settings, sampling_defaults=sampling_defaults, **options)
+        serve.run(application, name=APPLICATION)
         handlers = {number: signal.signal(number, lambda *_: stopped.set()) for number in STOP_SIGNALS}
         on_ready(f"http://{settings.host}:{settings.port}")
         stopped.wait()
