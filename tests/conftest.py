@@ -13,7 +13,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 from afterglow import registry
 from afterglow.llama.handle import Handle, list_open_handles
@@ -77,9 +76,6 @@ LONG_FILES = (
     "tests/llama/gguf/test_probe.py",
     "tests/cli/test_repl.py",
 )
-DIVIDED_FILE = (
-    "tests/laws/test_state_machine_on_llama.py"  # its long variants take longer than those of all other files
-)
 LEFT_OUT = ("full", "clients", "frameworks", "cluster")  # markers of tests that run only if they are asked for
 SECONDS_BY_MARKER = {"full": 60.0, "model": 5.0, "native": 0.4, "slow": 0.2}  # of a test, roughly
 
@@ -93,15 +89,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.sched_setaffinity(0, own or cores)
 
 
-class FileScheduling(LoadFileScheduling):
-    """Give each file to one process, except the tests of the divided file."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return nodeid if nodeid.startswith(DIVIDED_FILE) else super()._split_scope(nodeid)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling | None:
+@pytest.hookimpl(optionalhook=True)  # the environment with Ray has no xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Divide the longest file between the processes."""
+    from support.file_scheduling import FileScheduling
+
     return FileScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
