@@ -474,6 +474,19 @@ def _(server: ServerProcess) -> None:
 # --- other properties of all routes
 
 
+def test_a_request_that_is_refused_does_not_change_keep_alive(server: ServerProcess) -> None:
+    def get_expiry() -> Any:
+        return server.http.get("/v1/models/tiny").json()["expires_at"]
+
+    for send in (chat, generate):
+        assert send(server, keep_alive=-1)["status"] == 200
+        assert send(server, keep_alive="1h", format={"type": "no type"})["status"] == 400
+        assert get_expiry() is None
+        assert send(server, keep_alive="1h")["status"] == 200
+        assert get_expiry() is not None
+    assert chat(server, keep_alive=-1)["status"] == 200
+
+
 def test_a_body_needs_no_content_type(server: ServerProcess) -> None:
     body = json.dumps({"model": "tiny", "prompt": "hello", "stream": False, "options": {"num_predict": 3}})
     for headers in ({}, {"content-type": "application/x-www-form-urlencoded"}):

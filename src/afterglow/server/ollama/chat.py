@@ -39,7 +39,7 @@ async def create_chat(state: ServerState, library: ModelLibrary, body: OllamaCha
     if not body.messages:
         return await load_or_unload(state, library, body, {"message": EMPTY_MESSAGE})
     num_ctx = body.options.num_ctx if body.options else None
-    opened = await library.open(body.model, num_ctx=num_ctx, keep_alive=body.keep_alive)
+    opened = await library.open(body.model, num_ctx=num_ctx)
     options = conversion.merge_options(opened.created, body.options, opened.defaults)
     request = ConversationRequest(
         messages=conversion.build_messages(body.messages),

@@ -198,6 +198,7 @@ def build_generation_fields(
         "stop": limits.parse_stops(options.stop, state.settings),
         "logprobs": get_logprobs(body),
         "salt": salt,
+        "keep_alive": body.keep_alive,
     }
 
 

@@ -50,7 +50,7 @@ async def create_response(
     if not body.prompt and not body.suffix and not body.images:
         return await load_or_unload(state, library, body, {"response": ""})
     num_ctx = body.options.num_ctx if body.options else None
-    opened = await library.open(body.model, num_ctx=num_ctx, keep_alive=body.keep_alive)
+    opened = await library.open(body.model, num_ctx=num_ctx)
     request = await build_generation_request(state, opened, body, salt)
     generation = await start_generation(state, opened.slot_name, request)
     formatter = GenerateLineFormatter(

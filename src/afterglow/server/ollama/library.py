@@ -155,8 +155,11 @@ class ModelLibrary:
             raise ModelNotFound(name[:200], f"{reason}, or with `--ollama`, which serves every installed model")
         return replace(found, slot=slot), slot
 
-    async def open(self, name: str | None, *, num_ctx: int | None, keep_alive: float | None) -> OpenedModel:
-        """Load a model for a request, and set how long it stays loaded. It is not unloaded before the request ends."""
+    async def open(self, name: str | None, *, num_ctx: int | None, keep_alive: float | None = None) -> OpenedModel:
+        """Load a model for a request, and set how long it stays loaded. It is not unloaded before the request ends.
+
+        Generations set `keep_alive` when they are accepted.
+        """
         started, name = time.monotonic(), self.get_name(name)
         base, adapters = self.split_adapters(name)
         found, slot = await self.get_slot(base)
