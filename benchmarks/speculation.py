@@ -209,7 +209,8 @@ def measure_synthetic(kind: str, arguments: argparse.Namespace) -> list[Row]:
         settings = {"context": 1024, "sequences": 1, "threads": arguments.threads}
         for drafter in ("mtp", "ngram"):
             engine = EngineSettings(drafters=(drafter,))
-            with afterglow.load(file, engine=engine, draft="mtp", **settings) as model:
+            draft = "mtp" if drafter == "mtp" else None
+            with afterglow.load(file, engine=engine, draft=draft, **settings) as model:
                 comparison = Comparison(model)
                 run_synthetic(comparison, work, arguments.quick)
                 min_speedup = get_min_speedup(size, work, drafter)
