@@ -68,7 +68,8 @@ def sort_tests(suite: Path, tests: Sequence[str]) -> list[str]:
 
 def run_tests(peer: str, suite: Path, tests: Sequence[str]) -> dict[str, dict[str, str]]:
     """Run tests of the suite against a peer, and return their outcomes by name."""
-    with tempfile.TemporaryDirectory(prefix=f"{peer}-") as temporary:
+    # A child of a stopped server may still write a file.
+    with tempfile.TemporaryDirectory(prefix=f"{peer}-", ignore_cleanup_errors=True) as temporary:
         directory = Path(temporary)
         try:
             program = f'exec "{sys.executable}" "{FOLDER / "launcher.py"}" {peer} "$@"'
