@@ -104,6 +104,12 @@ def invalid_request_error(param: str, message: str, code: str = "invalid_value")
     return APIError(400, message, param=param, code=code)
 
 
+def report_hint(name: str, reason: str) -> None:
+    """Record a field that has no effect; raise status 400 if the server is strict."""
+    if not get_record().accept_hint(name):
+        raise invalid_request_error(name, f"`{name}` has no effect: {reason}; leave it out", "unsupported_parameter")
+
+
 def to_api_error(error: BaseException) -> APIError:
     """Convert any exception to the error that the client receives."""
     match error:

@@ -10,7 +10,10 @@ import numpy as np
 import pydantic
 import pytest
 
+from afterglow.server.errors import APIError
+from afterglow.server.logs import start_record
 from afterglow.server.ollama import schema
+from afterglow.server.ollama.embeddings import check_options
 from afterglow.server.schema.base import get_rule
 from afterglow.server.schema.sampling import SamplingFields
 from afterglow.testing.models import vocabulary
@@ -485,6 +488,14 @@ def test_a_request_that_is_refused_does_not_change_keep_alive(server: ServerProc
         assert send(server, keep_alive="1h")["status"] == 200
         assert get_expiry() is not None
     assert chat(server, keep_alive=-1)["status"] == 200
+
+
+def test_a_strict_server_refuses_options_without_effect_on_an_embedding() -> None:
+    start_record("POST", "/api/embed", refuses_hints=True)
+    check_options(schema.OllamaOptions.model_validate({"num_ctx": 64, "cache_salt": "mine"}))
+    with pytest.raises(APIError, match=r"`options\.top_k` has no effect"):
+        check_options(schema.OllamaOptions.model_validate({"top_k": 3}))
+    assert start_record("POST", "/api/embed").accept_hint("options.top_k")
 
 
 def test_a_body_needs_no_content_type(server: ServerProcess) -> None:

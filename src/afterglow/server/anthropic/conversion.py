@@ -35,7 +35,7 @@ from afterglow.server.anthropic.schema import (
     URLImage,
     UserDefinedTool,
 )
-from afterglow.server.errors import APIError, invalid_request_error
+from afterglow.server.errors import APIError, invalid_request_error, report_hint
 from afterglow.server.logs import get_record
 from afterglow.server.sealing import get_sealer
 
@@ -323,9 +323,3 @@ def omits_thinking(body: MessagePromptFields) -> bool:
     if thinking.display != "omitted":
         report_hint("thinking.display", "the whole thinking is returned")
     return thinking.display == "omitted"
-
-
-def report_hint(name: str, reason: str) -> None:
-    """Record a field that has no effect; raise status 400 if the server is strict."""
-    if not get_record().accept_hint(name):
-        raise invalid_request_error(name, f"`{name}` has no effect: {reason}; leave it out", "unsupported_parameter")

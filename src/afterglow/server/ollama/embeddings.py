@@ -17,7 +17,7 @@ from afterglow.errors import PromptTooLong
 from afterglow.server import limits
 from afterglow.server.adapters import refuse_adapters
 from afterglow.server.auth import get_tenant_salt, join_salts
-from afterglow.server.errors import invalid_request_error
+from afterglow.server.errors import invalid_request_error, report_hint
 from afterglow.server.large_json import build_large_response
 from afterglow.server.logs import get_record
 from afterglow.server.ollama.formatting import to_nanoseconds
@@ -101,9 +101,7 @@ def check_options(options: OllamaOptions) -> None:
     if options.lora:
         raise invalid_request_error("options.lora", "`options.lora` must be empty: an embedding uses the base model")
     for name in options.model_dump(exclude=set(USED_OPTIONS), exclude_none=True):
-        if not get_record().accept_hint(f"options.{name}"):
-            message = f"`options.{name}` has no effect on an embedding"
-            raise invalid_request_error(f"options.{name}", message, "unsupported_parameter")
+        report_hint(f"options.{name}", "an embedding does not depend on it")
 
 
 async def embed_all(state: ServerState, model: Model, texts: Sequence[list[int]], salt: str) -> NDArray[np.float32]:
