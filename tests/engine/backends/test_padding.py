@@ -18,7 +18,7 @@ from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import Cancelled
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
-from support.play import ask, check, play, prompt, request
+from support.play import Answer, ask, check, collect, play, prompt, request
 
 pytestmark = pytest.mark.native
 CELLS = 256  # per sequence
@@ -73,6 +73,27 @@ def test_prefills_of_the_same_decode_are_padded_together(engine: Engine) -> None
         assert ask(engine, tail, max_tokens=4, ignore_eos=True, use_prefix_cache=False).tokens == answers[id].tokens
 
 
+def test_a_prefill_beside_an_answer_is_padded_and_gives_the_same_tokens(engine: Engine) -> None:
+    """llama.cpp computes one row of both, then a tile of the prompt."""
+    system, padding = make_prompt(64), engine.backend.row_padding
+    ask(engine, system, max_tokens=1)
+    answers: dict[str, Answer] = {}
+    engine.submit(request("answer", make_prompt(10, 1), max_tokens=20, ignore_eos=True))
+    collect(answers, engine)
+    engine.submit(request("prompt", [*system, *make_prompt(40, 2)], max_tokens=4, ignore_eos=True))
+    collect(answers, engine)
+    assert len(answers["answer"].tokens) == 2
+    assert len(answers["prompt"].tokens) == 1
+    assert padding.padded_decodes == 1
+    while engine.is_busy:
+        collect(answers, engine)
+    check(engine)
+    engine.backend.row_padding = None
+    for id, entries in (("answer", make_prompt(10, 1)), ("prompt", [*system, *make_prompt(40, 2)])):
+        alone = ask(engine, entries, max_tokens=len(answers[id].tokens), ignore_eos=True, use_prefix_cache=False)
+        assert alone.tokens == answers[id].tokens
+
+
 def decode(backend: LlamaBackend, *spans: tuple[int, int, int]) -> None:
     """Decode spans, each with sequence, position and rows."""
     backend.decode([DecodeSpan(seq, np.full(rows, 30 + seq), position, 1) for seq, position, rows in spans])
@@ -97,7 +118,7 @@ def test_padding_leaves_no_cells_and_logits_are_those_after_the_last_row(engine:
     [
         [(0, 64, 8)],  # too few rows
         [(0, 64, TILE_ROWS)],  # a complete tile
-        [(0, 64, 40), (1, 64, 1)],  # llama.cpp would compute 63 rows of the first one together
+        [(0, 64, 40), (1, 64, 100)],  # llama.cpp would compute 40 rows of both together, then 60 of the second one
         [(0, CELLS - 40, 40)],  # the padding does not fit
     ],
 )
@@ -167,3 +188,21 @@ def test_the_more_cells_the_fewer_rows_are_padded() -> None:
     assert limits == sorted(limits, reverse=True)
     assert limits[0] > TILE_ROWS
     assert limits[-1] < TILE_ROWS / 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "padding"),
+    [
+        ([40, 50], {0: 24, 1: 14}),
+        ([40, 64], {0: 24}),
+        ([1, 40, 50], {1: 25, 2: 15}),  # beyond the row of an answer
+        ([3, 1, 40], {2: 27}),  # beyond an answer with two draft tokens
+        ([1, 65], {}),  # a complete tile beyond the row of the answer
+        ([30, 45], {}),  # 15 rows beyond the shorter prompt are too few
+        ([1, 1, 5], {}),
+    ],
+)
+def test_what_prompts_have_beyond_smaller_spans_is_padded_to_a_tile(rows: list[int], padding: dict[int, int]) -> None:
+    spans = [DecodeSpan(sequence, np.zeros(count), 2000, 1) for sequence, count in enumerate(rows)]
+    assert RowPadding(balanced_cells=1000).count_min_rows(2000) == 36
+    assert RowPadding(balanced_cells=1000).plan(spans) == padding

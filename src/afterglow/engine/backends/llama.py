@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backends.logits_hold import LogitsHold
-from afterglow.engine.backends.padding import TILE_ROWS, RowPadding, build_row_padding
+from afterglow.engine.backends.padding import RowPadding, build_row_padding
 from afterglow.engine.backends.threads import AdaptiveThreads, is_dynamic_allowed
 from afterglow.engine.types.adapters import AdapterSet, LoadedAdapter
 from afterglow.engine.types.backend import BackendCells, BackendState, Capabilities, DecodeSpan, Sampler
@@ -121,7 +121,7 @@ class LlamaBackend:
         self._logits_hold.prepare_decode(spans)
         batch = self.context.batch
         batch.clear()
-        is_padded = self._is_padded(spans)
+        padding = self._plan_padding(spans)
         # Ordered by sequence: llama.cpp computes streams together only if their ids are consecutive in the batch. On a
         # GPU, 8 streams in another order took 4 times as long.
         order = sorted(range(len(spans)), key=[span.sequence for span in spans].__getitem__)
@@ -148,25 +148,28 @@ class LlamaBackend:
                 else:
                     tokens = strip_labels(np.asarray(span.entries, dtype=np.int64)).astype(np.int32)
                     batch.add(tokens, position=span.position, sequence=span.sequence, outputs=span.outputs)
-                    if is_padded:
-                        padding = np.zeros(TILE_ROWS - len(tokens), dtype=np.int32)
-                        batch.add(padding, position=span.position + len(tokens), sequence=span.sequence)
+                    if rows := padding.get(span.sequence):
+                        position = span.position + len(tokens)
+                        batch.add(np.zeros(rows, dtype=np.int32), position=position, sequence=span.sequence)
         try:
             self._decode_batch(batch.count)
         finally:
-            if is_padded:
-                for span in spans:
+            for span in spans if padding else ():
+                if span.sequence in padding:
                     self.context.memory.remove(span.sequence, start=span.position + len(span.entries))
 
-    def _is_padded(self, spans: Sequence[DecodeSpan]) -> bool:
-        """Whether all spans are padded to a tile. They must fit into one ubatch, and into their sequences."""
-        padding, capabilities = self.row_padding, self.capabilities
-        if padding is None or len(spans) * TILE_ROWS > capabilities.ubatch_cells or not padding.is_worthwhile(spans):
-            return False
-        if any(span.position + TILE_ROWS > capabilities.cells_per_sequence for span in spans):
-            return False
-        padding.padded_decodes += 1
-        return True
+    def _plan_padding(self, spans: Sequence[DecodeSpan]) -> dict[int, int]:
+        """Return the padding rows of each sequence. All must fit into one ubatch, and into their sequences."""
+        padding = {} if self.row_padding is None else self.row_padding.plan(spans)
+        if not padding:
+            return padding
+        ends = [span.position + len(span.entries) + padding.get(span.sequence, 0) for span in spans]
+        rows = sum([len(span.entries) for span in spans]) + sum(padding.values())
+        if rows > self.capabilities.ubatch_cells or max(ends) > self.capabilities.cells_per_sequence:
+            return {}
+        assert self.row_padding is not None
+        self.row_padding.padded_decodes += 1
+        return padding
 
     def _decode_batch(self, rows: int) -> None:
         if self._adaptive_threads is None:
