@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar
 from unittest.mock import patch
@@ -35,19 +36,20 @@ from afterglow.engine.kvcache.cost_model import PrefillCosts
 from afterglow.engine.scheduling import job
 from afterglow.engine.speculation import rollback, speculator
 from afterglow.engine.types.entries import Entry, Media
-from afterglow.engine.types.request import Failed, Finished, Request
+from afterglow.engine.types.request import EngineEvent, Failed, Finished, Request
 from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
 from afterglow.errors import Cancelled, DecodeFailed, InvalidArgument, KVCacheFull
 from afterglow.llama.sampling import Sampling
 from support import truth
 from support.drafting import Oracle
-from support.play import GREEDY, KINDS, LAYOUTS, Answer, ask, collect, fake, prompt
+from support.play import GREEDY, KINDS, LAYOUTS, Answer, ask, fake, prompt, record_events
 from support.truth import Damaged, check_all
 
 pytestmark = pytest.mark.slow
 
 MAX_PROMPT_ENTRIES = 70
 RAM_TIER_HITS: Counter[str] = Counter()  # prefix hits in the RAM tier, by memory kind
+AHEAD_DECODES: Counter[str] = Counter()  # decodes that were started ahead, by memory kind
 START_SECONDS = 1e9  # first reading of the clock
 # Media entries that replace these tokens in prompts.
 MEDIA_BY_TOKEN = {7: Media(b"cat", 5, 2), 8: Media(b"dog", 5, 2), 9: Media(b"clip", 2, 4)}
@@ -144,8 +146,11 @@ class EngineMachine(RuleBasedStateMachine):
     media_by_token: ClassVar[dict[int, Media]] = MEDIA_BY_TOKEN
     observed: ClassVar[dict[str, int]] = {}  # fields of every request that add to its events
 
-    def __init__(self, kind: str, kv_unified: bool, clock: Clock, *, deterministic: bool = False) -> None:
+    def __init__(
+        self, kind: str, kv_unified: bool, clock: Clock, *, deterministic: bool = False, computes_ahead: bool = False
+    ) -> None:
         super().__init__()
+        self.computes_ahead = computes_ahead
         self.kind, self.kv_unified, self.clock, self.deterministic = kind, kv_unified, clock, deterministic
         self.requests: dict[str, Request] = {}
         self.output_options: dict[str, tuple] = {}
@@ -234,6 +239,8 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.engine.prefix_cache.cost_model.prefill_costs = PrefillCosts()  # of the simulated clock
         self.engine.backend.interner = self.engine.interner
+        capabilities = self.engine.backend.capabilities
+        self.engine.backend.capabilities = replace(capabilities, computes_ahead=self.computes_ahead)
 
     # --- submitting
 
@@ -309,15 +316,24 @@ class EngineMachine(RuleBasedStateMachine):
     def is_busy(self) -> bool:
         return self.engine.is_busy
 
-    def step(self) -> None:
-        now = self.clock.now
-        running = set(self.engine._jobs)
-        decodes = self.engine.counters.decodes
-        collect(self.answers, self.engine)
+    def record(self, events: Iterable[EngineEvent], running: set[str]) -> None:
+        """Record the events of a step, before which these requests were `running`, and check those that ended."""
+        record_events(self.answers, events)
         for checkpoint in self.engine.prefix_cache.all_checkpoints:
             checkpoint.last_used = max(checkpoint.last_used, START_SECONDS)
         for id in running - set(self.engine._jobs):
             self.check_result(id)
+
+    def settle(self) -> None:
+        """Finish a decode that was started ahead, as a host does before it uses the engine between two steps."""
+        running = set(self.engine._jobs)
+        self.record(self.engine.settle(), running)
+
+    def step(self) -> None:
+        now = self.clock.now
+        running = set(self.engine._jobs)
+        decodes = self.engine.counters.decodes
+        self.record(self.engine.step(), running)
         progressed = self.engine.counters.decodes > decodes or set(self.engine._jobs) != running
         self.idle_steps = 0 if progressed or not running else self.idle_steps + 1
         assert self.idle_steps < 30, "a busy engine makes no progress"
@@ -325,7 +341,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert id not in self.cancelled, f"{id} runs after it was cancelled"
             deadline = self.requests[id].deadline
             assert deadline is None or now - self.submitted[id] <= deadline, f"{id} runs after its deadline"
-        self.check_engine()
+        self.check_settled_engine()
 
     def check_result(self, id: str) -> None:
         """Check that a request ended as it should."""
@@ -410,6 +426,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.failures.update(before)
         with self.failing_decode(error):
             self.step()
+            self.settle()
         self.may_end_early -= set(self.engine._jobs)
 
     # --- cached state
@@ -419,6 +436,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, then=st.sampled_from(["save", "fork", "load", "load into slot"]))
     def copy_sequence(self, pick, then):
+        self.settle()
         slot = self.engine.prefix_cache.slots[self.slot(pick)]
         try:
             if then == "save":
@@ -436,6 +454,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(pick=PICK, operation=st.sampled_from(["evict", "evict", "slot", "checkpoint", "store"]))
     def lose_cached_state(self, pick, operation):
+        self.settle()
         cache = self.engine.prefix_cache
         if operation == "evict":
             idle = [slot for slot in cache.slots if not slot.busy and len(slot)]
@@ -475,6 +494,10 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def invariants_hold(self):
         if hasattr(self, "engine"):
+            self.check_settled_engine()
+
+    def check_settled_engine(self) -> None:
+        if self.engine._launched is None:  # otherwise the KV cache has more cells than the engine has recorded
             self.check_engine()
 
     def teardown(self):
@@ -483,6 +506,7 @@ class EngineMachine(RuleBasedStateMachine):
         EngineMachine.run_until_idle(self)
         assert all(answer.end is not None for answer in self.answers.values())
         assert not any(slot.busy for slot in self.engine.prefix_cache.slots)
+        AHEAD_DECODES[self.kind] += self.engine.counters.decodes_ahead
         RAM_TIER_HITS[self.kind] += self.engine.prefix_cache.store.ram.counters.hits
 
 
@@ -522,6 +546,23 @@ def test_random_operations_give_each_request_its_isolated_result(kind, kv_unifie
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_random_operations_give_each_request_its_isolated_result(kind, kv_unified, clock):
     run_state_machine_as_test(lambda: EngineMachine(kind, kv_unified, clock), settings=THOROUGH)
+
+
+@pytest.mark.parametrize("kv_unified", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_operations_with_decodes_that_start_ahead_give_each_request_its_isolated_result(kind, kv_unified, clock):
+    AHEAD_DECODES.clear()
+    run_state_machine_as_test(lambda: EngineMachine(kind, kv_unified, clock, computes_ahead=True), settings=MODERATE)
+    assert AHEAD_DECODES[kind] > 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kv_unified", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_random_operations_with_decodes_that_start_ahead_give_each_request_its_isolated_result(
+    kind, kv_unified, clock
+):
+    run_state_machine_as_test(lambda: EngineMachine(kind, kv_unified, clock, computes_ahead=True), settings=THOROUGH)
 
 
 @pytest.mark.parametrize("kind", KINDS)

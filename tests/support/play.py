@@ -10,7 +10,7 @@ import numpy as np
 from afterglow.engine.engine import Engine
 from afterglow.engine.kvcache.cost_model import PrefillCosts
 from afterglow.engine.speculation.speculator import Drafter
-from afterglow.engine.types.request import Failed, Finished, PrefillProgress, Request, Token
+from afterglow.engine.types.request import EngineEvent, Failed, Finished, PrefillProgress, Request, Token
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.testing import FakeBackend
@@ -52,8 +52,13 @@ def request(id: str, entries: Iterable[int], **options: object) -> Request:
 
 
 def collect(answers: dict[str, Answer], engine: Engine) -> None:
-    """Run one step and collect its events by request. A request ends exactly once and has no event after its end."""
-    for event in engine.step():
+    """Run one step and collect its events by request."""
+    record_events(answers, engine.step())
+
+
+def record_events(answers: dict[str, Answer], events: Iterable[EngineEvent]) -> None:
+    """Record events by request. A request ends exactly once and has no event after its end."""
+    for event in events:
         answer = answers.setdefault(event.request_id, Answer())
         assert answer.end is None, f"{event} after the end"
         match event:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,16 @@ MAX_DECODE_ATTEMPTS = 3
 MIN_JOBS_SAMPLED_TOGETHER = 4
 
 
+@dataclass(slots=True)
+class LaunchedDecode:
+    """A decode that was started. A GPU may still compute it."""
+
+    jobs: list[RunningJob]
+    spans: list[DecodeSpan]
+    started_at: float
+    error: AfterglowError | None = None
+
+
 class Engine:
     """Accepts requests and emits their events.
 
@@ -99,6 +110,7 @@ class Engine:
         self._jobs: dict[str, Job] = {}
         self._waiting: deque[WaitingJob] = deque()
         self._running: list[RunningJob] = []
+        self._launched: LaunchedDecode | None = None  # a decode that was started before the events of the last one
         self._is_packed = True  # no job started or ended since the placement of its sequences was decided
         self._events: list[EngineEvent] = []
         self._is_consistent = True  # False after a step that raised: the content of the KV cache is unknown then
@@ -172,17 +184,35 @@ class Engine:
     def step(self) -> list[EngineEvent]:
         """Run at most one decode. Return the events since the last step."""
         self._is_consistent = False
-        self._end_cancelled_and_expired()
-        self._admit_waiting()
-        has_first_tokens = self._sample_last_logits()
-        self._pack_sequences()
-        if not has_first_tokens and not self._has_long_prefill_to_report():
-            if batch := self._schedule():
-                self._decode(batch)
-            elif self._running and not self._events:
-                with self.sliced_work.run_meanwhile("media"):
-                    self.media_scheduler.wait()
+        is_launched = self._launched is not None
+        if is_launched:
+            self._collect_launched()
+        if self._launched is None:
+            self._end_cancelled_and_expired()
+        if not is_launched:
+            self._admit_waiting()
+            has_first_tokens = self._sample_last_logits()
+            self._pack_sequences()
+            if not has_first_tokens and not self._has_long_prefill_to_report():
+                if batch := self._schedule():
+                    self._decode(batch)
+                elif self._running and not self._events:
+                    with self.sliced_work.run_meanwhile("media"):
+                        self.media_scheduler.wait()
         self.sliced_work.ensure_progress()
+        self._is_consistent = True
+        events, self._events = self._events, []
+        return events
+
+    def settle(self) -> list[EngineEvent]:
+        """Finish the decode that was started ahead, if any. Return its events.
+
+        Call it before anything but `step` and `cancel` uses the engine.
+        """
+        if self._launched is None:
+            return []
+        self._is_consistent = False
+        self._collect_launched(may_launch=False)
         self._is_consistent = True
         events, self._events = self._events, []
         return events
@@ -200,7 +230,7 @@ class Engine:
 
         Call it before the next step, while the sequences are idle.
         """
-        while self.settings.write_through and self.prefix_cache.write_back(keep_all=True):
+        while self.settings.write_through and self._launched is None and self.prefix_cache.write_back(keep_all=True):
             pass
 
     def run_idle_task(self) -> bool:
@@ -211,6 +241,8 @@ class Engine:
         """Fail every request, write the prefix cache to disk within `store_timeout` seconds, and free all resources."""
         try:
             self.sliced_work.close(Closed("engine"))
+            if self._is_consistent:
+                self.settle()
             for job in list(self._jobs.values()):
                 self._fail(job, Cancelled("the engine was closed"))
             report = self.prefix_cache.close(store_idle=self._is_consistent, timeout=store_timeout)
@@ -441,25 +473,67 @@ class Engine:
         spans = [running.build_span(count, self._max_media_rows) for running, count in batch]
         jobs = [running for running, _ in batch]
         self.speculator.prepare_decode(jobs, spans)
+        self._collect(self._launch(jobs, spans))
+
+    def _launch(self, jobs: list[RunningJob], spans: list[DecodeSpan]) -> LaunchedDecode:
+        """Start a decode. On a CPU, it has ended when this returns."""
+        launched = LaunchedDecode(jobs, spans, started_at=time.perf_counter())
         with self._cancel_lock:
             self._decoding_jobs = jobs
-        started_at = time.perf_counter()
         try:
             with self.sliced_work.run_meanwhile("decode"):
                 self.backend.decode(spans)
-        except KVCacheFull as error:
-            self._free_cells(jobs, error)
-            return
-        except (Cancelled, DecodeFailed, InvalidArgument) as error:
-            self._recover(jobs, error)
-            return
+        except (KVCacheFull, Cancelled, DecodeFailed, InvalidArgument) as error:
+            launched.error = error
         finally:
             with self._cancel_lock:
                 self._decoding_jobs = []
                 self.backend.clear_interrupt()
-        self._process_decode(jobs, spans, started_at)
+        return launched
 
-    def _process_decode(self, jobs: list[RunningJob], spans: list[DecodeSpan], started_at: float) -> None:
+    def _collect(self, launched: LaunchedDecode, *, may_launch: bool = True) -> None:
+        """Process the result of a decode. If it `may_launch`, the next one is started meanwhile."""
+        match launched.error:
+            case None:
+                self._process_decode(launched, may_launch=may_launch)
+            case KVCacheFull() as error:
+                self._free_cells(launched.jobs, error)
+            case error:
+                self._recover(launched.jobs, error)
+
+    def _collect_launched(self, *, may_launch: bool = True) -> None:
+        launched, self._launched = self._launched, None
+        assert launched is not None
+        self.speculator.propose_drafts(launched.jobs, [])  # none: it is asleep
+        self._collect(launched, may_launch=may_launch)
+
+    def _may_launch_ahead(self, jobs: list[RunningJob]) -> bool:
+        """Return whether the decode after that of `jobs` can be started ahead, if all of them continue."""
+        if not self.backend.capabilities.computes_ahead or self.settings.deterministic or not self.speculator.is_asleep:
+            return False
+        return len(jobs) == len(self._running) and not self._waiting and not self._cancelled_ids
+
+    def _launch_ahead(self, launched: LaunchedDecode, first_tokens: dict[int, int | AfterglowError]) -> None:
+        """Start the next decode before the events of this one are made, so that a GPU computes meanwhile.
+
+        Only if it surely has one row of each job, and if nothing reads the logits of this one any more. So no job ends
+        before the results are collected.
+        """
+        jobs, eog_tokens = launched.jobs, self.backend.eog_tokens
+        if len(first_tokens) < len(jobs):
+            return
+        spans: list[DecodeSpan] = []
+        for running, span, token in zip(jobs, launched.spans, first_tokens.values(), strict=True):
+            if not isinstance(token, int) or span.outputs != 1 or not running.continues_after(token, eog_tokens):
+                return
+            following = DecodeSpan(span.sequence, [token], running.sequence.position, 1)
+            following.adapters = span.adapters
+            spans.append(following)
+        self.counters.decodes_ahead += 1
+        self._launched = self._launch(jobs, spans)
+
+    def _process_decode(self, launched: LaunchedDecode, *, may_launch: bool) -> None:
+        jobs, spans, started_at = launched.jobs, launched.spans, launched.started_at
         tokens = recomputed = 0
         forced = sum([running.forced_entries for running in jobs])
         # First everything that needs no logits: a GPU is still computing them.
@@ -473,8 +547,11 @@ class Engine:
         if forced:
             forced -= sum([running.forced_entries for running in jobs])  # those that this decode computed
         rows, draft_tokens = self.counters.record_decode(spans, recomputed)
+        may_launch = may_launch and self._may_launch_ahead(jobs)
         self._wait_for_logits(spans)
-        first_tokens = self._sample_first_tokens(jobs, spans)
+        first_tokens = self._sample_first_tokens(jobs, spans, min_jobs=1 if may_launch else MIN_JOBS_SAMPLED_TOGETHER)
+        if may_launch:
+            self._launch_ahead(launched, first_tokens)
         for index, (running, span) in enumerate(zip(jobs, spans, strict=True)):
             if span.outputs:
                 tokens += self._sample_rows(running, index, len(span.entries) - span.outputs, first_tokens.get(index))
@@ -524,12 +601,14 @@ class Engine:
             self._sample(running, running.pop_last_logits)
         return bool(hits)
 
-    def _sample_first_tokens(self, jobs: list[RunningJob], spans: list[DecodeSpan]) -> dict[int, int | AfterglowError]:
+    def _sample_first_tokens(
+        self, jobs: list[RunningJob], spans: list[DecodeSpan], min_jobs: int
+    ) -> dict[int, int | AfterglowError]:
         """Sample the first tokens of many jobs together: the backend uses several threads. Return them by span.
 
-        Jobs with a token constraint are sampled one after the other.
+        Jobs with a token constraint are sampled one after the other, and so are less than `min_jobs`.
         """
-        if len(jobs) < MIN_JOBS_SAMPLED_TOGETHER:
+        if len(jobs) < min_jobs:
             return {}
         draws = [
             (index, len(span.entries) - span.outputs, running.job.sampler)
@@ -539,7 +618,7 @@ class Engine:
             and running.job.request.max_tokens != 0
             and running.job.finish_cause is None
         ]
-        if len(draws) < MIN_JOBS_SAMPLED_TOGETHER:
+        if len(draws) < min_jobs:
             return {}
         return dict(zip([index for index, _, _ in draws], self.backend.sample_rows(draws), strict=True))
 

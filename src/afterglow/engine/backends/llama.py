@@ -70,6 +70,7 @@ class LlamaBackend:
             interruptible=computes_on_cpu,
             media=frozenset() if projector is None else projector.modalities,
             max_rollback=_compute_max_rollback(context),
+            computes_ahead=_is_on_gpu(context),
             copies_on_device=context.memory.copies_on_device,
             can_replay=kind in ("recurrent", "hybrid"),
             decode_threads=settings.threads if computes_on_cpu else 1,

@@ -80,14 +80,19 @@ class EngineLoop:
             while self._run_commands(engine):
                 events = engine.step()
                 self._last_step = time.monotonic()
-                if events:
-                    self._active_ids.difference_update(
-                        event.request_id for event in events if isinstance(event, Finished | Failed)
-                    )
-                    self._deliver(events)
+                if self._deliver_events(events):
                     engine.write_through()  # after the events: the client does not wait for it
         finally:
             self._compilers.shutdown(wait=False, cancel_futures=True)
+
+    def _deliver_events(self, events: list[EngineEvent]) -> bool:
+        """Deliver events. Return whether there are any."""
+        if events:
+            self._active_ids.difference_update(
+                event.request_id for event in events if isinstance(event, Finished | Failed)
+            )
+            self._deliver(events)
+        return bool(events)
 
     def _run_commands(self, engine: Engine) -> bool:
         """Run the commands that arrived since the last step; block if the engine is idle. Return False to stop."""
@@ -98,6 +103,7 @@ class EngineLoop:
                 return True
             if command is None:
                 return False
+            self._deliver_events(engine.settle())
             command(engine)
 
     def _wait_for_command(self, engine: Engine) -> Command | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -182,6 +183,22 @@ class RunningJob:
     def free_cells(self) -> int:
         """Cells of the sequence that are left after all known entries."""
         return self.max_cells - self.sequence.cell_count - self.uncomputed_entries
+
+    def continues_after(self, token: int, eog_tokens: Container[int]) -> bool:
+        """Return whether the job, while it decodes, has another decode after the sampled `token`, whatever its text is.
+
+        The cells of the decode before are recorded, and the token is not appended yet.
+        """
+        job, request = self.job, self.job.request
+        if job.stop_matcher is not None or job.indent_matcher is not None or job.token_constraint is not None:
+            return False
+        if request.line_deadline is not None or request.logprobs is not None or request.logprob_tokens:
+            return False
+        if job.has_deadline_passed or not job.generated or job.max_remaining_tokens < 2:
+            return False
+        has_cells = self.sequence.cell_count + 2 <= self.max_cells
+        is_end = token in request.stop_tokens or (token in eog_tokens and not request.ignore_eos)
+        return has_cells and not is_end
 
     @property
     def adapter_set(self) -> AdapterSet:

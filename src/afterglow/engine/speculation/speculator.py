@@ -128,6 +128,11 @@ class Speculator:
         """Names of the active drafters."""
         return tuple(drafter.name for drafter in self._drafters)
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the next decode has no draft tokens, whatever is sampled before it."""
+        return not self._drafters or self._decode_count + 1 < self._paused_until
+
     def propose_drafts(self, decoding: Sequence[RunningJob], prefilling: Sequence[RunningJob]) -> None:
         """Set the draft tokens of decoding jobs for the next decode, which may also hold prefill chunks."""
         for running in self._drafted_jobs:

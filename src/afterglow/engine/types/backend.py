@@ -39,6 +39,7 @@ class Capabilities:
     interruptible: bool  # a running decode can be stopped
     media: frozenset[Modality] = frozenset()  # modalities that prompts may contain in addition to tokens
     max_rollback: int = 0  # newest entries that a sequence can drop right after a decode, e.g. rejected draft tokens
+    computes_ahead: bool = False  # a decode returns before its logits are computed, so that it can be started early
     copies_on_device: bool = False  # copying a sequence takes no time: a GPU copies within its memory
     decode_threads: int = 1  # cores that a decode keeps busy
     can_replay: bool = False  # a sequence can return to a partial state that was saved before a decode

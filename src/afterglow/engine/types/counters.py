@@ -13,6 +13,7 @@ class EngineCounters:
     """Totals of an engine since it started."""
 
     decodes: int = 0
+    decodes_ahead: int = 0  # started before the events of the decode before were made
     rows: int = 0
     prompt_entries: int = 0
     reused_entries: int = 0

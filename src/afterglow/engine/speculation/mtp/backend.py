@@ -63,7 +63,8 @@ class MtpBackend(LlamaBackend):
         adapters: Mapping[str, LoraAdapter] | None = None,
     ) -> None:
         super().__init__(context, projector=projector, adapters=adapters)
-        self.capabilities = replace(self.capabilities, starts_from_logits=False)  # drafts need the hidden state
+        # Drafts need the hidden state after every decode.
+        self.capabilities = replace(self.capabilities, starts_from_logits=False, computes_ahead=False)
         self.head_context = head_context
         # Layout of the heads' cells, known after the first save; empty if cells cannot be extracted from their state.
         self._head_layout: bytes | None = None
