@@ -10,7 +10,7 @@ from afterglow.engine.types.constraints import GrammarConstraint
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.llama.sampling import Sampling
 from afterglow.testing import models
-from support.play import KINDS, LAYOUTS, ask, check, fake, play, prompt, request
+from support.play import KINDS, LAYOUTS, Answer, ask, check, collect, fake, play, prompt, request
 
 CONSTRAINT = GrammarConstraint(grammar='start: "hello" /[b-f]{3}/ "world" /[g-k]{2}/ "end"')
 LETTERS = 26  # every letter is one token, so that a text can be written in one way only
@@ -59,6 +59,21 @@ def test_a_stop_text_inside_forced_text_ends_the_completion():
     answer = ask(engine, PROMPT, constraint=CONSTRAINT, max_tokens=40, stop=(b"ell",))
     assert spell(answer.tokens) == "hell"
     assert answer.reason == "stop"
+
+
+@pytest.mark.parametrize(("options", "reason"), [({}, "stop"), ({"max_tokens": 4}, "length")])
+def test_a_completion_whose_last_tokens_are_forced_is_not_ended_by_its_deadline(options, reason):
+    engine = fake("attention", vocabulary_size=LETTERS)
+    whole = GrammarConstraint(grammar='start: "hello"')
+    answers: dict[str, Answer] = {}
+    engine.submit(request("one", PROMPT, constraint=whole, deadline=60.0, **options))
+    while not answers.get("one", Answer()).tokens:
+        collect(answers, engine)
+    (running,) = engine.running_jobs
+    running.job.submitted_at -= 100.0
+    collect(answers, engine)
+    assert spell(answers["one"].tokens) == "hello"[: options.get("max_tokens")]
+    assert answers["one"].reason == reason
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 9])

@@ -375,6 +375,8 @@ class Engine:
         self.counters.moved_sequences += self.prefix_cache.pack(busy, max_decodes)
 
     def _finish(self, job: Job, reason: FinishReason, stop: bytes | int | None = None) -> None:
+        """End a job for this reason, or for the one that it has if its last tokens were forced."""
+        reason, stop = job.finish_cause or (reason, stop)
         sequence = next((running.sequence.number for running in self._running if running.job is job), None)
         self._events.append(Finished(job.request.id, reason, job.build_usage(sequence), stop))
         self._remove_job(job)
@@ -637,7 +639,7 @@ class Engine:
         job = running.job
         job.first_token_at = job.first_token_at or time.monotonic()
         if job.request.max_tokens == 0 or job.finish_cause is not None:
-            self._finish(job, *(job.finish_cause or ("length", None)))
+            self._finish(job, "length")
             return 0
         generated_before, accepted_before = len(job.generated), job.accepted_token_count
         failure: AfterglowError | None = None
