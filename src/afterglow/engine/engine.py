@@ -635,7 +635,7 @@ class Engine:
     def _sample(
         self, running: RunningJob, get_logits: GetLogits, first_token: int | AfterglowError | None = None
     ) -> int:
-        """Sample the job's next tokens after its last known entry. Return how many there are."""
+        """Sample the job's next tokens after its last known entry. Return how many there are, without forced ones."""
         job = running.job
         job.first_token_at = job.first_token_at or time.monotonic()
         if job.request.max_tokens == 0 or job.finish_cause is not None:
@@ -654,6 +654,7 @@ class Engine:
             self.counters.draft_steps += 1
             self.counters.draft_tokens += len(running.draft)
             self.counters.accepted_tokens += accepted
+        sampled = len(job.generated) - generated_before
         is_intact = not running.draft or drop_rejected(running, self.speculator.rollback)
         may_be_forced = job.token_constraint is not None and not self.settings.deterministic
         if may_be_forced and failure is None and finish_cause is None and is_intact:
@@ -668,7 +669,7 @@ class Engine:
             self._finish(job, *finish_cause)
         elif not is_intact:
             self._requeue(running)
-        return len(job.generated) - generated_before
+        return sampled
 
     # --- preemption and recovery
 

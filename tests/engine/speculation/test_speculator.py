@@ -11,6 +11,7 @@ from afterglow.engine import engine as engine_module
 from afterglow.engine.engine import Engine
 from afterglow.engine.speculation import speculator as speculator_module
 from afterglow.engine.speculation.speculator import REFRESH_AFTER_DECODES, Speculator
+from afterglow.engine.types.constraints import GrammarConstraint
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.testing import FakeBackend
 from support.drafting import Oracle, plain
@@ -318,3 +319,21 @@ def test_savings_are_credited_to_the_requests_with_drafts_in_the_measured_decode
     saved = engine.speculator.loss_budget.saved_seconds - saved_before
     assert saved > 0
     assert engine.running_jobs[0].job.speculation_seconds_saved == pytest.approx(saved)
+
+
+def test_tokens_that_a_grammar_forces_are_no_savings_of_drafts(monkeypatch):
+    """Each draft is rejected, so that it costs two rows; then five tokens are forced, as without drafts."""
+    clock = FakeClock(float)
+    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(speculator_module, "time", clock)
+    drafter = Oracle({"one": [4] * LONG})
+    backend = TimedBackend(clock, vocabulary_size=26)
+    engine = Engine(backend, EngineSettings(speculation=2, drafters=("oracle",)), [drafter])
+    for _ in range(4):
+        record_decode(engine.speculator, 1, 1, 1, clock.cost(1))
+    constraint = GrammarConstraint(grammar='start: (/[b-k]{3}/ "world")+')
+    answer = ask(engine, [1 + token % 25 for token in prompt(20, 1)], constraint=constraint, max_tokens=100)
+    assert engine.counters.forced_tokens > 20
+    assert engine.counters.draft_steps > 5
+    lost = engine.counters.draft_tokens - engine.counters.accepted_tokens
+    assert answer.end.usage.speculation_seconds_saved == pytest.approx(-lost, abs=1.0)
