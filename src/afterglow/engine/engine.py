@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -536,7 +536,7 @@ class Engine:
 
     def _process_decode(self, launched: LaunchedDecode, *, may_launch: bool) -> None:
         jobs, spans, started_at = launched.jobs, launched.spans, launched.started_at
-        tokens = recomputed = 0
+        tokens, recomputed, first_event = 0, 0, len(self._events)
         forced = sum([running.forced_entries for running in jobs])
         # First everything that needs no logits: a GPU is still computing them.
         for running, span in zip(jobs, spans, strict=True):
@@ -565,6 +565,8 @@ class Engine:
         self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count
         seconds = time.perf_counter() - started_at
         self._record_costs(len(spans), rows, rows - draft_tokens - recomputed, forced, tokens, seconds)
+        if draft_tokens:
+            self._add_savings_to_usage(jobs, first_event)
 
     def _record_costs(self, jobs: int, rows: int, new_rows: int, forced: int, tokens: int, seconds: float) -> None:
         """Record the seconds of a decode of `rows`, from which `tokens` were sampled.
@@ -580,6 +582,14 @@ class Engine:
         else:
             self.speculator.loss_budget.elapsed_seconds += seconds
             self.prefix_cache.cost_model.record_prefill(rows, seconds)
+
+    def _add_savings_to_usage(self, jobs: list[RunningJob], first_event: int) -> None:
+        """Add what a decode has saved to the usage of the jobs that ended in it, whose events are the newest ones."""
+        jobs_by_id = {running.job.request.id: running.job for running in jobs}
+        for index, event in enumerate(self._events[first_event:], first_event):
+            if isinstance(event, Finished | Failed):
+                saved = jobs_by_id[event.request_id].speculation_seconds_saved
+                self._events[index] = replace(event, usage=replace(event.usage, speculation_seconds_saved=saved))
 
     def _wait_for_logits(self, spans: list[DecodeSpan]) -> None:
         """Run sliced work, if any, until a GPU has computed the logits. On a CPU the decode itself has waited."""

@@ -321,6 +321,18 @@ def test_savings_are_credited_to_the_requests_with_drafts_in_the_measured_decode
     assert engine.running_jobs[0].job.speculation_seconds_saved == pytest.approx(saved)
 
 
+@pytest.mark.parametrize("max_tokens", [12, 13, 14])
+def test_the_usage_of_a_request_has_the_savings_of_its_last_decode(build_engine, max_tokens):
+    engine, clock = build_engine(memory_bound, 0)
+    for _ in range(8):
+        record_decode(engine.speculator, 1, 1, 1, clock.cost(1))
+    saved_before = engine.speculator.loss_budget.saved_seconds
+    answer = ask(engine, prompt(20, 1), max_tokens=max_tokens, ignore_eos=True)
+    saved = engine.speculator.loss_budget.saved_seconds - saved_before
+    assert saved > 0
+    assert answer.end.usage.speculation_seconds_saved == pytest.approx(saved)
+
+
 def test_tokens_that_a_grammar_forces_are_no_savings_of_drafts(monkeypatch):
     """Each draft is rejected, so that it costs two rows; then five tokens are forced, as without drafts."""
     clock = FakeClock(float)
