@@ -267,6 +267,14 @@ def test_catching_up_is_not_part_of_the_cost_per_draft_token(build_engine):
     assert engine.speculator._seconds_per_draft_token["late"].seconds == 0
 
 
+def test_the_usage_of_a_request_contains_the_time_of_catching_up_for_it(build_engine):
+    engine, _, drafter = build_late_engine(build_engine, 50, wrong=0)
+    answer = ask(engine, prompt(20, 1), max_tokens=LONG, ignore_eos=True)
+    assert any(drafter.calls)
+    saved = engine.speculator.loss_budget.saved_seconds
+    assert answer.end.usage.speculation_seconds_saved == pytest.approx(saved)
+
+
 @pytest.mark.slow
 def test_a_drafter_that_is_far_behind_costs_little_more_than_its_share(build_engine):
     """Always rejected, with much to catch up for every request: it is tried, and then seldom."""

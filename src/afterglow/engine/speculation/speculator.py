@@ -333,7 +333,10 @@ class Speculator:
         started = time.perf_counter()
         if behind:
             drafter.catch_up(behind)
-            self.loss_budget.record_catch_up(time.perf_counter() - started)
+            catch_up_seconds = time.perf_counter() - started
+            self.loss_budget.record_catch_up(catch_up_seconds)
+            for running in behind:
+                running.job.speculation_seconds_saved -= catch_up_seconds / len(behind)
             started = time.perf_counter()
         drafts = drafter.draft(draft_requests)
         seconds = time.perf_counter() - started
