@@ -281,8 +281,8 @@ class Engine:
 
     def _inherit_priorities(self) -> None:
         """Give each leader the highest priority among its followers: they wait for its prefill."""
-        for running in self._running:
-            running.job.priority = running.job.request.priority
+        for job in self._jobs.values():
+            job.priority = job.request.priority
         for waiting in self._waiting:
             if waiting.leader is not None and is_following(waiting, self._running):
                 waiting.leader.priority = max(waiting.leader.priority, waiting.job.priority)

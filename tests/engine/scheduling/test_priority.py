@@ -113,6 +113,35 @@ def test_a_leader_has_the_priority_of_its_follower():
     assert engine.counters.coalesced == 1
 
 
+def test_a_preempted_leader_has_its_own_priority_again_when_no_request_follows_it():
+    """It took the sequence of a request that started in the same step, which never ended: its logits were dropped."""
+    engine = fake("attention", EngineSettings(block_size=8, ram_cache_bytes=10**7), sequences=2, batch_cells=64)
+    repeated = [request(f"repeated {n}", prompt(40, n), priority=3, max_tokens=4) for n in range(2)]
+    for earlier in repeated:
+        ask(engine, earlier.entries, max_tokens=4)
+    answers: dict[str, Answer] = {}
+    shared = prompt(300, 50)
+    leader = request("leader", [*shared, 1], priority=BACKGROUND, max_tokens=4)
+    engine.submit(leader)
+    collect(answers, engine)
+    engine.submit(request("follower", [*shared, 2], priority=5))
+    collect(answers, engine)
+    assert engine.counters.coalesced == 1
+    for number in range(2):
+        engine.submit(request(f"urgent {number}", prompt(30, 20 + number), priority=9, max_tokens=4))
+    collect(answers, engine)
+    assert engine.counters.preempted == 1
+    engine.cancel("follower")
+    while not all(answers.get(f"urgent {number}", Answer()).end for number in range(2)):
+        collect(answers, engine)
+    for submitted in repeated:
+        engine.submit(submitted)
+    finish_checked(engine, answers)
+    assert engine.counters.preempted == 1
+    for submitted in (leader, *repeated):
+        assert answers[submitted.id].tokens == compute_tokens("attention", submitted)
+
+
 def test_a_job_takes_the_sequence_that_was_preempted_for_it_and_does_not_wait_for_a_leader():
     """Without a RAM tier, preempting a leader loses the prefix. The job followed one after the other, without end."""
     engine = fake("attention", EngineSettings(ram_cache_bytes=0), sequences=2, batch_cells=64)
