@@ -102,6 +102,23 @@ def test_an_engine_does_not_store_the_same_checkpoints_after_every_turn(start) -
     assert get_tier(engine).counters.saves == saves
 
 
+@pytest.mark.parametrize("kind", ["attention", "recurrent"])
+def test_what_replaced_an_object_after_the_same_block_stays_in_the_store(start, kind: str) -> None:
+    """Both end in the block that starts at 288; a store has one tail and one checkpoint after each block."""
+    reader, writer = start(kind), start(kind)
+    options = {"max_tokens": 1, "boundaries": frozenset({294})}
+    others = [*ENTRIES[:290], *prompt(10, seed=9)]
+    ask_and_store(start(kind), ENTRIES, **options)
+    tier, entries = get_tier(reader), reader.interner.intern(ENTRIES)
+    assert not tier.search(entries, "", 0, is_blocking=True)
+    ask_and_store(writer, others, **options)
+    stored = {path: path.read_bytes() for path in list_objects(writer)}
+    assert ask(reader, ENTRIES).tokens == reference(lambda: fake(kind), ENTRIES)
+    assert tier.flush(60)
+    assert {path: path.read_bytes() for path in list_objects(writer)} == stored
+    assert tier.corrupt_objects == 0
+
+
 def test_forgetting_a_prefix_deletes_the_checkpoints_that_the_engine_stored(start) -> None:
     engine = start("hybrid")
     ask_and_store(engine, ENTRIES, boundaries=frozenset({64, 128, 200}))

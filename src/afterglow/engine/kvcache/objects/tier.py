@@ -33,7 +33,7 @@ from afterglow.engine.kvcache.checkpoints import Checkpoint
 from afterglow.engine.kvcache.cost_model import CostModel, RunningAverage
 from afterglow.engine.kvcache.disk.checkpoint_table import CheckpointTable, StoredCheckpoint
 from afterglow.engine.kvcache.disk.contents import FileBuilder, is_file_of
-from afterglow.engine.kvcache.disk.files import HEAD_BYTES, FileKind, LoadedFile, decode_file, decode_head
+from afterglow.engine.kvcache.disk.files import HEAD_BYTES, CacheFile, FileKind, LoadedFile, decode_file, decode_head
 from afterglow.engine.kvcache.disk.prefetch import FileKey, Prefetcher
 from afterglow.engine.kvcache.disk.tier import get_kind
 from afterglow.engine.kvcache.last_logits import LastLogits
@@ -459,14 +459,16 @@ class ObjectTier:
             raise InvalidState(f"{name}: {error}") from None
         try:
             loaded = decode_file(data)
-            if (loaded.file.kind, loaded.file.key, loaded.file.model) != (kind, key, self._tree.hasher.model):
-                raise InvalidState(f"{name} is another object")
+            if self._name_file(loaded.file) != name or loaded.file.model != self._tree.hasher.model:
+                raise InvalidState("it is another object")
         except (InvalidState, ValueError) as error:
             with self._lock:
                 self.corrupt_objects += 1
             self._submit(functools.partial(self.client.delete, name))  # so that it is written again
             raise InvalidState(f"{name}: {error}") from None
         self.health.record(None)
+        if (loaded.file.kind, loaded.file.key) != (kind, key):  # what was stored last after a block has its place
+            raise InvalidState(f"{name} was replaced by another one")
         transfer = time.perf_counter() - started - self.latency_seconds
         self._seconds_per_byte.add(max(transfer, 1e-6) / len(data) / READ_THREADS)
         return loaded
@@ -528,9 +530,12 @@ class ObjectTier:
             self._remove_checkpoint(checkpoint.key, checkpoint.parent)
             raise
 
-    def _name_block(self, block: Block) -> str:
+    def _name_block(self, block: Block | CacheFile) -> str:
         is_full = len(block.entries) == self._tree.hasher.block_size
         return self._build_name(block.key, "cells") if is_full else self._build_name(block.parent, "tail")
+
+    def _name_file(self, file: CacheFile) -> str:
+        return self._build_name(file.parent, "state") if file.kind == "state" else self._name_block(file)
 
     def _build_name(self, key: bytes, suffix: str) -> str:
         return f"{self._folder}/{key.hex()}.{suffix}"
