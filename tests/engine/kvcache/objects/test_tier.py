@@ -119,6 +119,22 @@ def test_what_replaced_an_object_after_the_same_block_stays_in_the_store(start, 
     assert tier.corrupt_objects == 0
 
 
+@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
+def test_checkpoints_after_the_same_block_do_not_replace_each_other_again_and_again(start, kind: str) -> None:
+    engine = start(kind)
+    options = {"max_tokens": 1, "boundaries": frozenset({226, 231, 236})}
+    ask_and_store(engine, ENTRIES, **options)
+    parents = [checkpoint.parent for checkpoint in engine.prefix_cache.all_checkpoints]
+    assert len(set(parents)) < len(parents), "some are after the same block"
+    saves = get_tier(engine).counters.saves
+    for _ in range(3):
+        engine.prefix_cache.store.write_back_prompt(engine.interner.intern(ENTRIES), "")
+        assert get_tier(engine).flush(60)
+    assert get_tier(engine).counters.saves == saves
+    found = ask(start(kind), [*ENTRIES[:250], *prompt(20, seed=4)])
+    assert found.cached == 236, "the deepest one is stored"
+
+
 def test_forgetting_a_prefix_deletes_the_checkpoints_that_the_engine_stored(start) -> None:
     engine = start("hybrid")
     ask_and_store(engine, ENTRIES, boundaries=frozenset({64, 128, 200}))

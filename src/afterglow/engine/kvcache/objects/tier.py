@@ -8,7 +8,7 @@ Objects are in a folder per model:
 
     <key>.cells      a full block
     <parent>.tail    the shorter block at the end of a sequence that was stored last after block <parent>
-    <parent>.state   the checkpoint that was stored last after block <parent>
+    <parent>.state   the checkpoint that was stored last after block <parent>; an engine stores the one it used last
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class ObjectTier:
         self._names: dict[bytes, str] = {}  # of known tails and checkpoints, by key
         self._checkpoints = CheckpointTable(self.name, self.budget, ram.budget, tree.hasher, interner)
         self._written_states: dict[bytes, bytes] = {}  # keys of the checkpoints under the names, by their parents
-        self._writing: set[tuple[FileKind, bytes]] = set()
+        self._writing: set[str] = set()  # names of objects that are written, or will be
         # What was written since `_note_written`: its kind, key and parent, and its bytes in the store.
         self._written: queue.SimpleQueue[tuple[FileKind, bytes, bytes, int]] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of the counters and `_writing`
@@ -360,6 +360,8 @@ class ObjectTier:
             self.counters.saves += 1
             self.counters.saved_bytes += nbytes
             if kind == "state":
+                for replaced in self._checkpoints.select(set(), {parent}):
+                    self._remove_checkpoint(replaced.key, parent)
                 self._written_states.pop(parent, None)
                 self._written_states[parent] = key
                 if len(self._written_states) > MAX_WRITTEN_STATES:
@@ -385,23 +387,25 @@ class ObjectTier:
         """Queue a block or a checkpoint for writing, unless the store has it. Last logits are not shared."""
         if isinstance(data, LastLogits):
             return
-        kind = get_kind(data)
-        is_writing = (kind, data.key) in self._writing  # if not any more, it is among those that are noted now
+        name = self._name_block(data) if isinstance(data, Block) else self._build_name(data.parent, "state")
+        is_writing = name in self._writing  # if not any more, it is among those that are noted now
         self._note_written()
-        if isinstance(data, Block):
-            is_stored = data.object_bytes > 0
-            name = self._name_block(data)
-        else:
-            is_stored = data.key in self._checkpoints or self._written_states.get(data.parent) == data.key
-            name = self._build_name(data.parent, "state")
-        if is_stored or is_writing:
+        if is_writing or (data.object_bytes > 0 if isinstance(data, Block) else self._has_state(data)):
             return
         if not self.health.is_available or len(self._writing) >= MAX_QUEUED_WRITES:
             self.counters.rejected_saves += 1
             return
         with self._lock:
-            self._writing.add((kind, data.key))
-        self._submit(functools.partial(self._write, kind, data.key, name))
+            self._writing.add(name)
+        self._submit(functools.partial(self._write, get_kind(data), data.key, name))
+
+    def _has_state(self, checkpoint: Checkpoint) -> bool:
+        """Return whether the store has a checkpoint, or another one after the same block that was used later."""
+        written = self._written_states.get(checkpoint.parent)
+        if checkpoint.key == written or checkpoint.key in self._checkpoints:
+            return True
+        other = None if written is None else self._ram.checkpoints.find(written)
+        return other is not None and other.last_used >= checkpoint.last_used
 
     def _write(self, kind: FileKind, key: bytes, name: str) -> None:
         """Write an object. Full blocks are named by their content: one that exists is the same."""
@@ -417,7 +421,7 @@ class ObjectTier:
             self._written.put((kind, key, file.parent, nbytes))
         finally:
             with self._lock:
-                self._writing.discard((kind, key))
+                self._writing.discard(name)
 
     def _submit(self, task: Callable[[], None]) -> None:
         def run() -> None:
