@@ -143,6 +143,17 @@ def test_forgetting_a_prefix_deletes_the_checkpoints_that_the_engine_stored(star
     wait_until(lambda: not list_objects(engine))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_forgotten_is_deleted_before_an_engine_is_closed(start, kind: str) -> None:
+    engine = start(kind)
+    ask_and_store(engine, ENTRIES, boundaries=frozenset({64, 128, 200}))
+    assert list_objects(engine)
+    inject(engine, lambda name: time.sleep(0.02))
+    engine.prefix_cache.forget(engine.interner.intern(ENTRIES), 0, "")
+    engine.close()
+    assert not list_objects(engine)
+
+
 def test_the_bytes_of_a_block_that_a_longer_one_on_disk_replaces_are_not_counted(start, tmp_path: Path) -> None:
     disk = {"disk_cache_directory": tmp_path / "disk"}
     engine, other = start(**disk), start(**disk, shared_cache=None)

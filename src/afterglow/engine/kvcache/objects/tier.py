@@ -143,6 +143,7 @@ class ObjectTier:
         self._writing: set[str] = set()  # names of objects that are written, or will be
         # What was written since `_note_written`: its kind, key and parent, and its bytes in the store.
         self._written: queue.SimpleQueue[tuple[FileKind, bytes, bytes, int]] = queue.SimpleQueue()
+        self._tasks: set[Future[None]] = set()  # of the writers, that have not ended
         self._lock = threading.Lock()  # of the counters and `_writing`
         self._searchers = ThreadPoolExecutor(2, thread_name_prefix="afterglow-search")
         self._probers = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="afterglow-probe")
@@ -432,15 +433,15 @@ class ObjectTier:
             except Exception:  # a bug must not be silent
                 logger.exception("unexpected error in the object store")
 
-        self._writers.submit(run)
+        future = self._writers.submit(run)
+        self._tasks.add(future)
+        future.add_done_callback(self._tasks.discard)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until everything is written; return False if it is not within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while self._writing and time.monotonic() < deadline:
-            time.sleep(0.01)
+        """Wait until everything is written or deleted; return False if it is not within `timeout` seconds."""
+        unfinished = wait(list(self._tasks), timeout).not_done
         self.sync()
-        return not self._writing
+        return not unfinished
 
     def close(self, timeout: float) -> None:
         self.flush(timeout)
