@@ -135,6 +135,15 @@ def test_checkpoints_after_the_same_block_do_not_replace_each_other_again_and_ag
     assert found.cached == 236, "the deepest one is stored"
 
 
+def test_a_longer_end_of_a_sequence_stays_in_the_store_in_place_of_the_shorter_one(start) -> None:
+    engine = start()
+    ask_and_store(engine, ENTRIES[:290], max_tokens=1)
+    inject(engine, lambda name: time.sleep(0.2 if name == "delete" else 0.0))
+    ask_and_store(engine, ENTRIES, max_tokens=1)
+    assert any(path.suffix == ".tail" for path in list_objects(engine))
+    assert ask(start(), [*ENTRIES, 5]).cached == 300
+
+
 def test_forgetting_a_prefix_deletes_the_checkpoints_that_the_engine_stored(start) -> None:
     engine = start("hybrid")
     ask_and_store(engine, ENTRIES, boundaries=frozenset({64, 128, 200}))

@@ -42,7 +42,7 @@ from afterglow.engine.kvcache.objects.search import find_longest_prefix
 from afterglow.engine.kvcache.ram import RamTier
 from afterglow.engine.types.backend import Backend, BackendState
 from afterglow.engine.types.counters import TierCounters
-from afterglow.engine.types.entries import Entries, EntryInterner
+from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix_length
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
 
@@ -335,10 +335,19 @@ class ObjectTier:
         self._names.pop(block.key, None)
 
     def delete(self, block: Block) -> None:
-        """Delete the object of a block."""
-        if block.object_bytes:
+        """Delete the object of a block, unless that of a longer one takes its place."""
+        if block.object_bytes and not self._is_replaced(block):
             self._submit(functools.partial(self.client.delete, self._name_block(block)))
         self.forget(block)
+
+    def _is_replaced(self, block: Block) -> bool:
+        """Return whether a block is the end of a sequence whose longer end has the same name."""
+        name = self._name_block(block)
+        children = (child for child in self._tree.get_children(block.parent) if child is not block)
+        return any(
+            self._name_block(child) == name and common_prefix_length(child.entries, block.entries) == len(block.entries)
+            for child in children
+        )
 
     def delete_checkpoints(self, keys: AbstractSet[bytes], parents: AbstractSet[bytes]) -> set[bytes]:
         """Delete the known checkpoints with these keys, and those after these blocks; return their keys."""
