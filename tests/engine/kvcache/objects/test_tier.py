@@ -212,6 +212,30 @@ def test_clearing_removes_the_objects_of_the_model(start) -> None:
     wait_until(lambda: not list_objects(engine))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("remove", ["clear", "forget"])
+def test_what_is_being_written_when_it_is_removed_is_deleted_and_can_be_stored_again(start, kind, remove) -> None:
+    engine = start(kind)
+    is_slow, tier = [True], get_tier(engine)
+    inject(engine, lambda name: time.sleep(0.1 if name == "write" and is_slow[0] else 0.0))
+    ask(engine, ENTRIES, boundaries=frozenset({64, 128, 200}))
+    engine.write_through()
+    time.sleep(0.05)
+    if remove == "clear":
+        engine.prefix_cache.clear_store()
+    else:
+        engine.prefix_cache.forget(engine.interner.intern(ENTRIES), 0, "")
+    assert tier.flush(60)
+    assert not list_objects(engine)
+    is_slow[0] = False
+    engine.prefix_cache.clear_store()
+    for slot in engine.prefix_cache.slots:
+        engine.prefix_cache.discard(slot)
+    assert tier.flush(60)
+    answer = ask_and_store(engine, ENTRIES, boundaries=frozenset({64, 128, 200}))
+    assert ask(start(kind), [*ENTRIES, *answer.tokens, 5]).cached >= 310
+
+
 # --- slow, failing and lying stores
 
 

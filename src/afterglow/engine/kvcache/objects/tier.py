@@ -59,6 +59,7 @@ MAX_FAILURES = 3  # consecutive ones before the pause
 MIN_ROUND_TRIPS = 4  # a search takes about as many; a shorter prefill is not worth one
 INITIAL_LATENCY_SECONDS = 0.02
 INITIAL_SECONDS_PER_BYTE = 1e-8  # 100 MB/s
+CANCELLED = b""  # in place of a key
 STORE_LIMIT_BYTES = 2**62  # the store has a limit of its own
 ResultT = TypeVar("ResultT")
 logger = logging.getLogger("afterglow.engine.kvcache.objects")
@@ -140,7 +141,9 @@ class ObjectTier:
         self._names: dict[bytes, str] = {}  # of known tails and checkpoints, by key
         self._checkpoints = CheckpointTable(self.name, self.budget, ram.budget, tree.hasher, interner)
         self._written_states: dict[bytes, bytes] = {}  # keys of the checkpoints under the names, by their parents
-        self._writing: set[str] = set()  # names of objects that are written, or will be
+        # Keys of the objects that are written or will be, by name; `CANCELLED` for what was deleted meanwhile.
+        self._writing: dict[str, bytes] = {}
+        self._clears = 0  # deletions of the folder that have not ended
         # What was written since `_note_written`: its kind, key and parent, and its bytes in the store.
         self._written: queue.SimpleQueue[tuple[FileKind, bytes, bytes, int]] = queue.SimpleQueue()
         self._tasks: set[Future[None]] = set()  # of the writers, that have not ended
@@ -336,9 +339,17 @@ class ObjectTier:
 
     def delete(self, block: Block) -> None:
         """Delete the object of a block, unless that of a longer one takes its place."""
-        if block.object_bytes and not self._is_replaced(block):
-            self._submit(functools.partial(self.client.delete, self._name_block(block)))
+        if not self._is_replaced(block):
+            self._cancel_writes({block.key})
+            self._note_written()
+            if block.object_bytes:
+                self._submit(functools.partial(self.client.delete, self._name_block(block)))
         self.forget(block)
+
+    def _cancel_writes(self, keys: AbstractSet[bytes]) -> None:
+        """Let running writes of what has these keys delete it."""
+        with self._lock:
+            self._writing.update({name: CANCELLED for name, key in self._writing.items() if key in keys})
 
     def _is_replaced(self, block: Block) -> bool:
         """Return whether a block is the end of a sequence whose longer end has the same name."""
@@ -351,6 +362,8 @@ class ObjectTier:
 
     def delete_checkpoints(self, keys: AbstractSet[bytes], parents: AbstractSet[bytes]) -> set[bytes]:
         """Delete the known checkpoints with these keys, and those after these blocks; return their keys."""
+        self._cancel_writes(keys)
+        self._note_written()
         deleted = {checkpoint.key: checkpoint.parent for checkpoint in self._checkpoints.select(keys, parents)}
         written = ((key, parent) for parent, key in self._written_states.items())
         deleted.update((key, parent) for key, parent in written if key in keys or parent in parents)
@@ -384,12 +397,23 @@ class ObjectTier:
     def pin(self, data: Sequence[Block | Checkpoint]) -> None: ...
 
     def clear(self) -> None:
-        """Delete all objects of this model, for all machines."""
+        """Delete all objects of this model, for all machines. Nothing is written until they are deleted."""
+        with self._lock:
+            self._clears += 1
+        self._cancel_writes(set(self._writing.values()))
+        self._note_written()
         for checkpoint in self._checkpoints.list_all():
             self._remove_checkpoint(checkpoint.key, checkpoint.parent)
         self._written_states.clear()
         self._searches.clear()
-        self._submit(functools.partial(self.client.delete_folder, self._folder))
+        self._submit(self._delete_all)
+
+    def _delete_all(self) -> None:
+        try:
+            self.client.delete_folder(self._folder)
+        finally:
+            with self._lock:
+                self._clears -= 1
 
     # --- writing
 
@@ -402,11 +426,11 @@ class ObjectTier:
         self._note_written()
         if is_writing or (data.object_bytes > 0 if isinstance(data, Block) else self._has_state(data)):
             return
-        if not self.health.is_available or len(self._writing) >= MAX_QUEUED_WRITES:
+        if not self.health.is_available or self._clears or len(self._writing) >= MAX_QUEUED_WRITES:
             self.counters.rejected_saves += 1
             return
         with self._lock:
-            self._writing.add(name)
+            self._writing[name] = data.key
         self._submit(functools.partial(self._write, get_kind(data), data.key, name))
 
     def _has_state(self, checkpoint: Checkpoint) -> bool:
@@ -421,17 +445,22 @@ class ObjectTier:
         """Write an object. Full blocks are named by their content: one that exists is the same."""
         try:
             file = self._builder.build_file(kind, key)
-            if file is None or not self.health.is_available:  # it has left RAM
+            if file is None or self._writing[name] == CANCELLED or not self.health.is_available:  # it has left RAM
                 return
             nbytes = self.client.get_size(name) if name.endswith(".cells") else None
             if nbytes is None:
                 magic, checksum, header, *body = file.to_buffers()
                 nbytes = self.client.write(name, b"".join((magic, checksum, header)), body)
             self.health.record(None)
-            self._written.put((kind, key, file.parent, nbytes))
+            with self._lock:
+                is_cancelled = self._writing[name] == CANCELLED
+                if not is_cancelled:
+                    self._written.put((kind, key, file.parent, nbytes))
+            if is_cancelled:
+                self.client.delete(name)
         finally:
             with self._lock:
-                self._writing.discard(name)
+                del self._writing[name]
 
     def _submit(self, task: Callable[[], None]) -> None:
         def run() -> None:
