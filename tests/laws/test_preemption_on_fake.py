@@ -55,6 +55,21 @@ def test_a_preempted_request_computes_nothing_again_although_an_idle_sequence_ha
 
 
 @every_kind
+def test_a_request_that_resumes_is_no_second_prefix_miss(kind):
+    engine = fake(kind, kv_unified=True)
+    requests = [request(str(n), prompt(30, 10 + n), max_tokens=20, ignore_eos=True) for n in range(3)]
+    for req in requests:
+        engine.submit(req)
+    answers: dict[str, Answer] = {}
+    for _ in range(6):
+        collect(answers, engine)
+    engine.backend.injected_errors.append(KVCacheFull(1, 1))
+    finish_checked(engine, answers)
+    assert engine.counters.preempted == 1
+    assert engine.prefix_cache.store.ram.counters.misses == 3
+
+
+@every_kind
 def test_swapped_out_sequences_stay_within_swap_bytes(kind):
     """Three requests are preempted; the bytes suffice for one."""
     engine = fake(kind, EngineSettings(swap_bytes=6000), kv_unified=True)

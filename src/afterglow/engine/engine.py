@@ -52,6 +52,7 @@ from afterglow.engine.types.request import (
     FinishCause,
     Finished,
     FinishReason,
+    PlannedPrefix,
     PrefillProgress,
     Request,
 )
@@ -331,9 +332,7 @@ class Engine:
             self.prefix_cache.release(sequence)
             return self._start_job(waiting, may_wait=may_wait, is_retry=True)
         if not job.admitted_at:
-            self.media_scheduler.record_reuse(job, min(reused, len(job.prompt)))
-            self.counters.reused_entries += min(reused, len(job.prompt))
-            self._events.append(job.build_progress(reused, planned))
+            self._record_reuse(job, reused, planned)
         job.checkpoint_positions = self.prefix_cache.plan_checkpoints(
             sequence,
             job.prompt,
@@ -344,6 +343,14 @@ class Engine:
         if reused == job.known_length:
             self._running[-1].last_logits = last_logits
         return True
+
+    def _record_reuse(self, job: Job, reused: int, planned: PlannedPrefix | None) -> None:
+        """Record and report how many known entries of a new job are a prefix hit."""
+        if not reused:
+            self.prefix_cache.store.count_miss()
+        self.media_scheduler.record_reuse(job, min(reused, len(job.prompt)))
+        self.counters.reused_entries += min(reused, len(job.prompt))
+        self._events.append(job.build_progress(reused, planned))
 
     def _follow_leader(self, waiting: WaitingJob, reuse_length: int) -> bool:
         """Make the job wait if a running job is computing more of its prefix than is cached. Return whether it does."""

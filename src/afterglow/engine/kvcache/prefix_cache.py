@@ -248,7 +248,6 @@ class PrefixCache:
                 self._load_stored(plan)
             case Fresh(target):
                 target.clear()
-                self.store.count_miss()
 
     def _load_stored(self, plan: LoadStored) -> None:
         target, entries = plan.target, plan.stored_prefix.entries[: plan.reuse_length]
