@@ -94,10 +94,12 @@ def test_forced_tokens_end_at_the_end_of_the_sequence(kind, no_forcing):
     assert (answer.tokens, answer.reason) == (plain.tokens, plain.reason)
 
 
-def test_with_logprobs_every_token_is_sampled():
+@pytest.mark.parametrize("options", [{"logprobs": 2}, {"logprob_tokens": (3, 4)}])
+def test_with_logprobs_every_token_is_sampled(options):
     engine = fake("attention", vocabulary_size=LETTERS)
-    answer = ask(engine, PROMPT, constraint=CONSTRAINT, max_tokens=40, logprobs=2)
+    answer = ask(engine, PROMPT, constraint=CONSTRAINT, max_tokens=40, **options)
     assert engine.counters.forced_tokens == 0
+    assert len(answer.logprobs) == len(answer.tokens)
     assert spell(answer.tokens).startswith("hello")
 
 

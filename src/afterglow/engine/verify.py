@@ -37,7 +37,7 @@ def sample_and_verify(
     """
     job = running.job
     request = job.request
-    needs_logprobs = request.logprobs is not None or bool(request.logprob_tokens)
+    needs_logprobs = request.needs_logprobs
     for index, draft_token in enumerate((*running.draft, None)):
         token = None if index else first_token
         logits = get_logits(index) if token is None or needs_logprobs else NO_LOGITS
@@ -70,7 +70,7 @@ def append_forced(running: RunningJob, backend: Backend, events: list[EngineEven
     """
     job = running.job
     constraint = job.token_constraint
-    if constraint is None or job.request.logprobs is not None:
+    if constraint is None or job.request.needs_logprobs:
         return None
     free_cells = max(0, running.free_cells)
     for token in constraint.find_forced_tokens()[:free_cells]:

@@ -76,6 +76,11 @@ class Request:
         has_grammar = self.constraint is not None or bool(self.sampling.grammar)
         return has_grammar or self.reasoning_budget is not None or self.min_tokens > 0
 
+    @property
+    def needs_logprobs(self) -> bool:
+        """Whether every token is returned with log-probabilities."""
+        return self.logprobs is not None or bool(self.logprob_tokens)
+
     def check(self) -> None:
         """Raise `InvalidArgument` if a field has a wrong type or range, before an engine step could fail on it."""
         for name in ("max_tokens", "logprobs", "sequence"):
