@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from afterglow.errors import (
+    AfterglowError,
     Cancelled,
     Closed,
     InvalidArgument,
@@ -162,6 +164,22 @@ def test_an_mtp_head_drafts_the_token_known_by_construction(open_model, open_con
         heads.batch.hidden_states[0] = target.get_hidden_state(count - 1)
         heads.decode()
         assert int(heads.get_logits(0).argmax()) == models.get_successor(tokens[count - 1])
+
+
+@pytest.mark.parametrize("every_row", [None, False, True])
+def test_only_hidden_states_that_were_stored_can_be_read(every_row, open_model, open_context):
+    context = open_context(open_model("successor-mtp", mtp=True))
+    if every_row is not None:
+        context.enable_hidden_states(every_row=every_row)
+    with pytest.raises(InvalidArgument, match="row"):
+        context.get_hidden_state(0)
+    decode_tokens(context, 0, [1, 2, 3])
+    readable = {None: [], False: [2], True: [0, 1, 2]}[every_row]
+    for row in range(3):
+        with contextlib.nullcontext() if row in readable else pytest.raises(AfterglowError, match=r"hidden|output"):
+            assert len(context.get_hidden_state(row)) == context.model.embedding_width
+    with contextlib.nullcontext() if every_row else pytest.raises(UnsupportedOperation, match="hidden"):
+        assert context.get_hidden_states().shape == (3, context.model.embedding_width)
 
 
 def test_the_rollback_depth_depends_on_the_architecture(open_context):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +69,7 @@ class LlamaContext(Handle):
         self._output_indices: dict[int, int] = {}  # row of the last decode -> index of its output
         self._logits: LogitsRows | None = None  # of the last decode; read on first use
         self._top_logits: TopLogitsReducer | None = None
-        self._stores_hidden_states = False
+        self._hidden_rows: Literal["none", "outputs", "every"] = "none"  # rows with a hidden state
         self._part: Batch | None = None  # of a batch that is decoded in parts; allocated on first use
         self._abort_flag = _install_abort_callback(pointer)
         self._companions: dict[str, LlamaContext] = {}  # contexts beside this one, by purpose
@@ -281,7 +281,7 @@ class LlamaContext(Handle):
         reducer = self._top_logits
         can_divide = not self.settings.kv_unified and self.memory.kind in ("attention", "window")
         # A divided batch would have the hidden states of its last part only.
-        if reducer is None or not reducer.is_verified or not can_divide or self._stores_hidden_states:
+        if reducer is None or not reducer.is_verified or not can_divide or self._hidden_rows != "none":
             return False
         self._logits = None
         reducer.hold(self.sequences)
@@ -320,10 +320,13 @@ class LlamaContext(Handle):
     def get_hidden_state(self, row: int) -> NDArray[np.float32]:
         """Return the hidden state for MTP heads after `row` of the last decode, as a view.
 
-        Requires `enable_hidden_states`.
+        Requires `enable_hidden_states`; without `every_row`, only rows with outputs have one.
         """
-        if not 0 <= row < max(self._row_count, 1):
+        if not 0 <= row < self._row_count:
             raise InvalidArgument("row", f"{row} was not in the last decode")
+        self._check_hidden_states()
+        if self._hidden_rows == "outputs":
+            self.get_output_index(row)
         pointer = self._library.symbols.llama_get_embeddings_nextn_ith(self.pointer, row)
         return self._view_floats(pointer, self.model.embedding_width)
 
@@ -334,9 +337,16 @@ class LlamaContext(Handle):
         """
         if not self._row_count:
             raise InvalidArgument("rows", "there are none: nothing was decoded, or the last decode failed")
+        self._check_hidden_states(every_row=True)
         pointer = self._library.symbols.llama_get_embeddings_nextn(self.pointer)
         width = self.model.embedding_width
         return self._view_floats(pointer, self._row_count * width).reshape(-1, width)
+
+    def _check_hidden_states(self, *, every_row: bool = False) -> None:
+        """Reject reading what was not stored: llama.cpp would return bytes of other memory."""
+        if self._hidden_rows == "none" or (every_row and self._hidden_rows == "outputs"):
+            reason = "call `enable_hidden_states`, for all rows with `every_row`, before the decode"
+            raise UnsupportedOperation("reading hidden states", reason)
 
     def set_mtp_head(self, head: int) -> None:
         """Select the MTP head that the next decode of an MTP context runs."""
@@ -346,7 +356,8 @@ class LlamaContext(Handle):
         """Store the hidden states for MTP heads from the next decode on: of output rows, or of every row."""
         if not self._library.supports_mtp:
             raise UnsupportedOperation("MTP", "this build of llama.cpp does not export its functions")
-        self._stores_hidden_states = True
+        self._hidden_rows = "every" if every_row else "outputs"
+        self._row_count, self._output_indices, self._logits = 0, {}, None  # the last decode has none
         self.release_logits()
         self._library.symbols.llama_set_embeddings_nextn(self.pointer, True, not every_row)
 
