@@ -13,7 +13,7 @@ from afterglow.engine.kvcache.budget import ByteBudget
 from afterglow.engine.kvcache.cost_model import CostModel
 from afterglow.engine.kvcache.eviction import compute_log_value, compute_rank
 from afterglow.engine.kvcache.radix_tree import RadixTree
-from afterglow.engine.types.entries import Entries
+from afterglow.engine.types.entries import Entries, common_prefix_length
 from afterglow.llama import page_buffers
 
 LOGITS_TABLE_BYTES = 850  # of the logits and their tree node, beside the entries
@@ -108,6 +108,17 @@ class LogitsStore:
         self._budget.remove("logits", last_logits.nbytes)
         self._budget.remove("tables", last_logits.table_bytes)
         self._tree.remove(last_logits)
+
+    def forget(self, entries: Entries, start: int, namespace: str) -> set[bytes]:
+        """Drop the logits that continue the first `start` entries as these do; return their keys."""
+        found = [
+            last_logits
+            for last_logits in self
+            if last_logits.namespace == namespace and common_prefix_length(last_logits.entries, entries) > start
+        ]
+        for last_logits in found:
+            self.drop(last_logits)
+        return {last_logits.key for last_logits in found}
 
     def evict_until_fits(self, nbytes: int) -> bool:
         """Evict the least recently used until `nbytes` more are within the limit; return False if they never are."""

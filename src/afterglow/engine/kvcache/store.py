@@ -510,15 +510,14 @@ class TieredStore:
         keys = {checkpoint.key for checkpoint in (*checkpoints, *found)}
         for checkpoint in checkpoints:
             self.checkpoints.drop(checkpoint)
-        for last_logits in self.ram.logits:
-            if last_logits.namespace == namespace and common_prefix_length(last_logits.entries, entries) > start:
-                self.ram.logits.drop(last_logits)
+        logits_keys = self.ram.logits.forget(entries, start, namespace)
         block_keys = {block.key for block in blocks}
         for tier in (self.disk_tier, self.object_tier):
             if tier is not None:
                 keys |= tier.delete_checkpoints(keys, block_keys)
         if self.disk_tier is not None:
-            self.disk_tier.delete_logits(block_keys.union(prefix_keys[index + 1 :]), parent, portable, offset)
+            parents = block_keys.union(prefix_keys[index + 1 :])
+            self.disk_tier.delete_logits(logits_keys, parents, parent, portable, offset)
         for block in reversed(blocks):
             for holder in self.tiers:
                 holder.delete(block)

@@ -424,3 +424,29 @@ def test_closing_a_closed_engine_does_not_wait_for_the_disk(make_engine):
     assert engine.prefix_cache.store.disk_tier.writer.flush(60) is False
     engine.prefix_cache.close(timeout=60)
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize("suffix", [".cells", ".state", ".logits"])
+def test_a_file_that_is_being_written_when_its_prefix_is_forgotten_is_deleted(make_engine, folder, monkeypatch, suffix):
+    engine = make_engine("hybrid")
+    is_writing, may_write = threading.Event(), threading.Event()
+    write_temporary = disk_files.write_temporary
+
+    def write_slowly(folder: Path, cache_file: disk_files.CacheFile) -> tuple[Path, int]:
+        if cache_file.name.endswith(suffix):
+            is_writing.set()
+            assert may_write.wait(30)
+        return write_temporary(folder, cache_file)
+
+    monkeypatch.setattr(disk_files, "write_temporary", write_slowly)
+    entries = prompt(60, 1)
+    ask(engine, entries, boundaries=frozenset({30}))
+    while engine.run_idle_task():
+        pass
+    assert is_writing.wait(30)
+    engine.prefix_cache.forget(engine.interner.intern(entries), 0, "")
+    may_write.set()
+    flush(engine)
+    assert not list_files(folder)
+    engine.prefix_cache.store.refresh()
+    assert not len(engine.prefix_cache.store.tree)

@@ -153,6 +153,8 @@ class DiskTier:
         if block.is_on_disk:
             self.forget(block)
             self.writer.remove("cells", block.key)
+        else:
+            self.writer.remove_unfinished("cells", block.key)
 
     def _add_logits(self, row: IndexRow) -> None:
         logits = build_stored_checkpoint(row)
@@ -178,8 +180,15 @@ class DiskTier:
         key = hasher.hash_logits(parent, entries[start:])
         return key if key in self._logits else None
 
-    def delete_logits(self, parents: AbstractSet[bytes], parent: bytes, rest: Entries, offset: int) -> None:
-        """Delete the logits after these blocks, and those after `parent` that share more than `offset` of `rest`."""
+    def delete_logits(
+        self, keys: AbstractSet[bytes], parents: AbstractSet[bytes], parent: bytes, rest: Entries, offset: int
+    ) -> None:
+        """Delete the logits after these blocks, and those after `parent` that share more than `offset` of `rest`.
+
+        `keys` are those of the logits that were in RAM, which may be being written.
+        """
+        for key in keys:
+            self.writer.remove_unfinished("logits", key)
         for on_disk in self.list_logits():
             is_inside = on_disk.parent == parent and common_prefix_length(on_disk.rest, rest) > offset
             if is_inside or on_disk.parent in parents:
@@ -188,6 +197,8 @@ class DiskTier:
 
     def delete_checkpoints(self, keys: AbstractSet[bytes], parents: AbstractSet[bytes]) -> set[bytes]:
         """Delete the checkpoints with these keys, and those after these blocks; return the keys of the files."""
+        for key in keys:
+            self.writer.remove_unfinished("state", key)
         deleted = self._checkpoints.select(keys, parents)
         for checkpoint in deleted:
             self._checkpoints.remove(checkpoint.key)

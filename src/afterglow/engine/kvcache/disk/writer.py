@@ -125,6 +125,7 @@ class DiskWriter:
         self.writes: dict[tuple[FileKind, bytes], QueuedWrite] = {}  # by kind and key, in their order
         self._waiting_bytes = 0  # of these writes
         self._writes_lock = threading.Lock()  # guards changes of the two above
+        self._current: list[tuple[FileKind, bytes]] = []  # what is being written, and what comes after it
         self._idle_at = 0.0  # when the engine counts as idle; infinite while requests run
         self._index: DiskIndex | None = None
         self._last_row_number = 0  # largest index row number reported so far
@@ -180,6 +181,11 @@ class DiskWriter:
     def remove(self, kind: FileKind, key: bytes) -> None:
         """Delete a file."""
         self._submit(functools.partial(self._delete_file, build_file_name(kind, key)))
+
+    def remove_unfinished(self, kind: FileKind, key: bytes) -> None:
+        """Delete a file if it is being written now. One that is only queued has left RAM by its turn."""
+        if (kind, key) in self._current:
+            self.remove(kind, key)
 
     def clear(self) -> None:
         """Delete every file of this model, and write none of those that are queued."""
@@ -399,7 +405,7 @@ class DiskWriter:
         if index is None:
             self.counters.dropped_writes += 1
             return
-        pending: list[tuple[FileKind, bytes]] = [(kind, key)]
+        self._current = pending = [(kind, key)]
         while pending:
             file = self._source.build_file(*pending[-1])
             if file is None:  # it has left RAM
