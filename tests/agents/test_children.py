@@ -133,6 +133,26 @@ def test_no_call_of_a_child_at_temperature_2_is_outside_its_rights(count: int) -
     assert set(list_calls(agent, outcomes)) == {"read_one", "read_two"}
 
 
+def test_a_tool_with_the_name_of_an_effect_does_not_widen_or_narrow_the_rights_of_a_child(model: Model) -> None:
+    @effect("write")
+    def write(text: str) -> str:
+        """Write a text."""
+        return "written"
+
+    def read(text: str) -> str:
+        """Read a text: without a declaration its effect is external."""
+        return "read"
+
+    async def fan_out(allow: set[str]) -> Outcome:
+        run = Agent(model, tools=[write, save, read], permissions=ALLOW).start("Go.")
+        (outcome,) = await run.fork(["Check this."], allow=allow)
+        return outcome
+
+    refused = play(model, [write_call("save", text="x"), "Done."], fan_out({"writ*"}))
+    assert "not allowed" in refused.reason  # the grammar excludes the call
+    assert play(model, [write_call("read", text="x"), "Done."], fan_out({"external"})).status == "answered"
+
+
 def test_a_child_cannot_write_a_call_that_its_parent_may_not_make(model: Model) -> None:
     async def descend() -> list[Outcome]:
         run = Agent(model, tools=TOOLS, permissions=ALLOW).start("Go.")

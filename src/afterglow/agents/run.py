@@ -61,7 +61,7 @@ class RunSpec:
 
     task: str
     history: Sequence[Message]
-    allow: Collection[str] | None = None  # effects and tools; None: all tools of the agent
+    allow: Collection[str] | None = None  # names of tools; None: all tools of the agent
     limits: Limits = DEFAULT_LIMITS
     options: Mapping[str, Any] | None = None
     output: Mapping[str, Any] | None = None  # JSON schema of the answer
@@ -320,7 +320,7 @@ class Run:
 
     def _build_policy(self) -> Policy:
         permissions, effects = self.agent.permissions, {name: tool.effect for name, tool in self._tools.items()}
-        names = frozenset(effects) if self.spec.allow is None else select_names(self.spec.allow, effects)
+        names = effects.keys() if self.spec.allow is None else effects.keys() & self.spec.allow
         return Policy(
             tools={name: tool.tool for name, tool in self._tools.items()},
             effects=effects,
