@@ -76,6 +76,42 @@ def test_every_output_becomes_valid_bounded_text(value: Any) -> None:
     assert len(result.text) <= MAX_RESULT_CHARACTERS + 50
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()], ids=["sys.exit", "cancelled"])
+@pytest.mark.parametrize("is_coroutine", [False, True])
+def test_a_tool_that_exits_or_is_cancelled_is_an_error_and_does_not_end_the_run(
+    error: BaseException, is_coroutine: bool
+) -> None:
+    def tool() -> None:
+        """Raise it."""
+        raise error
+
+    async def coroutine() -> None:
+        """Raise it."""
+        raise error
+
+    function = build_function_tool(coroutine if is_coroutine else tool)
+    call = ToolCall(id="1", name=function.tool.name, arguments="{}")
+    result = asyncio.run(execute_call(function, call, seconds=10))
+    told = "called sys.exit(3)" if isinstance(error, SystemExit) else "was cancelled"
+    assert (result.status, result.text) == ("error", f"error: {call.name} {told}")
+
+
+def test_a_call_that_is_cancelled_from_outside_ends() -> None:
+    async def tool() -> None:
+        """Wait."""
+        await asyncio.sleep(60)
+
+    async def cancel() -> None:
+        call = ToolCall(id="1", name="tool", arguments="{}")
+        task = asyncio.create_task(execute_call(build_function_tool(tool), call, seconds=10))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel())
+
+
 def test_a_long_text_keeps_its_start_and_its_end() -> None:
     text = clean_text("start" + "x" * 100_000 + "end", 1000)
     assert text.startswith("start")

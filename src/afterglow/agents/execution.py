@@ -30,7 +30,7 @@ async def execute_call(
     attempts = READ_ATTEMPTS if tool.effect == "read" else 1
     for number in range(1, attempts + 1):
         try:
-            value = await asyncio.wait_for(tool.execute(call.arguments), seconds)
+            value = await asyncio.wait_for(execute_alone(tool, call), seconds)
         except TRANSIENT_ERRORS as error:
             failure = describe_failure(error)
             if number == attempts:
@@ -48,6 +48,19 @@ async def execute_call(
     number = attempt + number - 1
     told = f"error: {failure}" if number == 1 else f"error in attempt {number}: {failure}"
     return ToolResult("error", clean_text(told, MAX_ERROR_CHARACTERS))
+
+
+async def execute_alone(tool: AgentTool, call: ToolCall) -> Any:
+    """Execute a call. A tool that calls `sys.exit` or raises `CancelledError` ends its call, not the run."""
+    try:
+        return await tool.execute(call.arguments)
+    except SystemExit as error:
+        raise RuntimeError(f"{call.name} called sys.exit({error})") from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RuntimeError(f"{call.name} was cancelled") from None
 
 
 def call_tool(tool: Tool, call: ToolCall) -> str:
