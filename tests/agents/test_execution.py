@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,6 +111,20 @@ def test_a_call_that_is_cancelled_from_outside_ends() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancel())
+
+
+def test_a_decorated_coroutine_function_is_awaited() -> None:
+    async def look() -> str:
+        """Look around."""
+        return "a door"
+
+    @functools.wraps(look)
+    def traced() -> Any:
+        return look()
+
+    call = ToolCall(id="1", name="look", arguments="{}")
+    result = asyncio.run(execute_call(build_function_tool(traced), call, seconds=10))
+    assert (result.status, result.text) == ("ok", "a door")
 
 
 def test_a_long_text_keeps_its_start_and_its_end() -> None:

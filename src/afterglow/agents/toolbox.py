@@ -73,7 +73,8 @@ def build_function_tool(value: Callable[..., Any] | Tool, where: str = "tools") 
     async def execute(arguments: str) -> Any:
         if inspect.iscoroutinefunction(function):
             return await tool.call(arguments)
-        return await run_in_thread(lambda: tool.call(arguments))
+        value = await run_in_thread(lambda: tool.call(arguments))
+        return await value if inspect.isawaitable(value) else value  # of a decorated coroutine function
 
     return AgentTool(tool, getattr(function, EFFECT_ATTRIBUTE, "external"), execute)
 
