@@ -105,6 +105,23 @@ def test_a_server_that_does_not_start_is_an_error_that_says_why() -> None:
     assert list_descendants() <= before
 
 
+def test_a_start_that_is_cancelled_is_repeated_by_the_next_call_and_the_server_can_be_closed() -> None:
+    async def cancel_start() -> None:
+        server = build_server("silent", start_seconds=3)
+        start = asyncio.create_task(server.open())
+        await asyncio.sleep(0.5)
+        start.cancel()
+        async with asyncio.timeout(30):
+            await asyncio.gather(start, return_exceptions=True)
+            with pytest.raises(ToolServerFailed, match="did not start within 3 seconds"):
+                await server.call("work", "{}")
+            await server.close()
+
+    before = list_descendants()
+    asyncio.run(cancel_start())
+    assert list_descendants() <= before
+
+
 def test_a_server_that_crashed_is_started_again_by_the_next_call(tmp_path: Path) -> None:
     async def call_twice() -> list[ToolResult]:
         server = build_server("crash")

@@ -202,6 +202,9 @@ class McpServer:
                 except Exception as error:
                     await self._abandon()
                     raise ToolServerFailed(self.name, self._describe(error)) from None
+                except asyncio.CancelledError:  # also by the time limit of a call, which may be shorter
+                    await self._abandon()
+                    raise
             return self._client
 
     async def _abandon(self) -> None:
