@@ -133,6 +133,23 @@ def test_a_server_that_crashed_is_started_again_by_the_next_call(tmp_path: Path)
     assert [result.status for result in asyncio.run(call_twice())] == ["error", "error"]
 
 
+def test_a_server_that_hangs_is_started_again_and_one_that_is_only_slow_is_not() -> None:
+    async def start_again(kind: str) -> bool:
+        server = build_server(kind)
+        (tool,) = await server.open()
+        try:
+            process = server._process
+            results = [await execute_call(tool, CALL, seconds=seconds) for seconds in (1, 8)]
+            if kind == "slow":
+                assert [result.status for result in results] == ["error", "ok"]
+            return server._process is not process
+        finally:
+            await server.close()
+
+    assert asyncio.run(start_again("hang")) is True
+    assert asyncio.run(start_again("slow")) is False
+
+
 def test_annotations_are_claims_unless_the_server_is_trusted() -> None:
     async def find_effect(**options: Any) -> str:
         server = build_server("polite", **options)

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 KIND = sys.argv[1]
+SLOW_CALLS: dict[str, Any] = {}
 TOOL = {"name": "work", "description": "Work.", "inputSchema": {"type": "object", "properties": {}}}
 
 
@@ -25,6 +26,8 @@ def misbehave(id: Any) -> None:  # noqa: C901
             os._exit(3)
         case "hang":
             time.sleep(3600)
+        case "slow" if id != SLOW_CALLS.setdefault("first", id):  # the first call is not answered
+            send({"id": id, "result": {"content": [{"type": "text", "text": "done"}]}})
         case "flood":
             while True:
                 sys.stdout.write("x" * 1_000_000)  # one line without an end

@@ -22,6 +22,7 @@ from afterglow.errors import InvalidArgument, ToolServerFailed, UnsupportedOpera
 
 logger = logging.getLogger("afterglow.agents")
 START_SECONDS = 30.0
+ANSWER_SECONDS = 2.0  # to a short request, after a call that did not end
 MAX_TOOLS = 500
 MAX_NAME_CHARACTERS = 64
 MAX_DESCRIPTION_CHARACTERS = 4_000
@@ -129,6 +130,7 @@ class McpServer:
         self._client: Any = None
         self._task: asyncio.Task[None] | None = None
         self._stop: asyncio.Event | None = None
+        self._may_hang = False  # a call did not end
         self._lock = asyncio.Lock()
 
     async def open(self) -> list[AgentTool]:
@@ -177,6 +179,9 @@ class McpServer:
             result = call.result()
         except Exception as error:
             raise ToolServerFailed(self.name, self._describe(error)) from None
+        except asyncio.CancelledError:
+            self._may_hang = True
+            raise
         finally:
             call.cancel()
         text = format_content(result)
@@ -189,6 +194,9 @@ class McpServer:
         async with self._lock:
             if self._task is not None and self._task.done():
                 self._task = self._client = None
+            if self._task is not None and self._may_hang and not await self._is_alive():
+                await self._abandon()
+            self._may_hang = False
             if self._task is None:
                 ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 self._stop = asyncio.Event()
@@ -206,6 +214,16 @@ class McpServer:
                     await self._abandon()
                     raise
             return self._client
+
+    async def _is_alive(self) -> bool:
+        """Return whether the server answers a short request. New versions of the protocol have no ping."""
+        try:
+            await asyncio.wait_for(self._client.list_tools(cache_mode="refresh"), ANSWER_SECONDS)
+        except TimeoutError:
+            return False
+        except Exception as error:
+            logger.debug("the MCP server %s answered with an error: %s", self.name, error)
+        return True
 
     async def _abandon(self) -> None:
         task, self._task, self._client = self._task, None, None
