@@ -230,3 +230,24 @@ def test_servers_are_read_from_the_usual_file(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(InvalidArgument, match="not a file of MCP servers"):
         load_mcp_servers(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("command", ["python", "-m", "server"]),
+        ("args", "-m server"),
+        ("args", [8080]),
+        ("env", {"PORT": 8080}),
+        ("env", ["PORT=8080"]),
+        ("cwd", 5),
+        ("effects", ["work"]),
+        ("trust", "false"),
+        ("trust", 0),
+    ],
+)
+def test_a_wrong_value_in_a_file_of_servers_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    path = tmp_path / "mcp.json"
+    path.write_text(json.dumps({"mcpServers": {"bad": {"command": "x", field: value}}}))
+    with pytest.raises(InvalidArgument, match=f"bad: {field} must be "):
+        load_mcp_servers(path)

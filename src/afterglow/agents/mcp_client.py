@@ -26,7 +26,12 @@ ANSWER_SECONDS = 2.0  # to a short request, after a call that did not end
 MAX_TOOLS = 500
 MAX_NAME_CHARACTERS = 64
 MAX_DESCRIPTION_CHARACTERS = 4_000
-FILE_FIELDS = frozenset({"command", "args", "env", "cwd", "url", "headers", "effects", "trust", "type"})
+FILE_FIELDS: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("command", "cwd", "url", "type"), (str, "text")),
+    "args": (list, "a list of texts"),
+    **dict.fromkeys(("env", "headers", "effects"), (dict, "an object whose values are texts")),
+    "trust": (bool, "true or false"),
+}
 
 
 def mcp(
@@ -88,10 +93,16 @@ def load_mcp_servers(path: str | os.PathLike[str]) -> list[McpServer]:
 
 
 def _build_from_file(name: str, entry: Mapping[str, Any], where: str) -> McpServer:
-    if unknown := sorted(set(entry) - FILE_FIELDS):
+    if unknown := sorted(entry.keys() - FILE_FIELDS.keys()):
         raise InvalidArgument(
             "mcp", f"{where}: {unknown[0]} is not a field; there are {', '.join(sorted(FILE_FIELDS))}"
         )
+    entry = {field: value for field, value in entry.items() if value is not None}
+    for field, value in entry.items():
+        kind, text = FILE_FIELDS[field]
+        parts = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+        if not isinstance(value, kind) or not all(isinstance(part, str) for part in parts):
+            raise InvalidArgument("mcp", f"{where}: {field} must be {text}")  # the value may be a secret
     if ("url" in entry) == ("command" in entry):
         raise InvalidArgument("mcp", f"{where} must have either a command or a url")
     server = entry["url"] if "url" in entry else [entry["command"], *entry.get("args", ())]
