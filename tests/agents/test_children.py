@@ -412,6 +412,14 @@ def test_tasks_that_are_given_at_once_share_what_the_run_has_left(model: Model) 
     assert sum(limits) < 4000
 
 
+def test_calls_that_give_tasks_to_roles_count_towards_the_limit_of_calls(model: Model) -> None:
+    run = Agent(model, tools=TOOLS, roles=ROLES, limits=Limits(calls=4)).start("Go.")
+    both = "\n".join(write_call("delegate", role=name, task="Find it.") for name in ("reader", "writer"))
+    looks = "\n".join(write_call("look", place=place) for place in "ab")
+    play(model, [both, looks, looks, "Here.", "There.", "Found."], run._drive())
+    assert run.spent.calls == 4  # two of the run, and one of each child
+
+
 def test_forks_at_the_same_time_share_what_the_run_has_left(model: Model) -> None:
     async def fork() -> Run:
         run = Agent(model, limits=Limits(generated=4000)).start("Go.")

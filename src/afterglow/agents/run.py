@@ -578,9 +578,10 @@ class Run:
         return Run(self.agent, spec, parse=parse)
 
     def _count_lent(self) -> Spent:
-        """Return what the children that run now may spend."""
+        """Return what the children that run now may spend, and the calls that have no results yet."""
         limits = [child.spec.limits for child in self._running_children]
-        return Spent(**{name: sum(getattr(limit, name) or 0 for limit in limits) for name in SHARED_AMONG_CHILDREN})
+        lent = Spent(**{name: sum(getattr(limit, name) or 0 for limit in limits) for name in SHARED_AMONG_CHILDREN})
+        return lent.add(Spent(calls=len(self._running)))
 
     def _announce(self, children: Sequence[Run]) -> None:
         self._running_children += children
