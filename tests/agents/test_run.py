@@ -199,6 +199,17 @@ def test_answers_are_for_calls_that_wait(model: Model) -> None:
         play(model, [], Agent(model, tools=Desk().tools[:1], store=agent.store).resume(run.id)._drive())
 
 
+def test_a_run_with_other_tools_is_refused_each_time(model: Model) -> None:
+    agent = Agent(model, tools=Desk().tools)
+    run = agent.start("Go.")
+    play(model, ["Done."], run._drive())
+    resumed = Agent(model, store=agent.store).resume(run.id)
+    resumed.say("More.")
+    for _ in range(2):
+        with pytest.raises(InvalidArgument, match="must be those of the run"):
+            play(model, ["Done."], resumed._drive())
+
+
 def test_a_limit_ends_a_run_with_a_last_answer_in_words_and_the_reason(model: Model) -> None:
     desk = Desk()
     run = Agent(model, tools=desk.tools, limits=Limits(rounds=2)).start("Go.")

@@ -308,15 +308,16 @@ class Run:
         if self.agent.roles:
             tools.append(build_delegate_tool(self))
         self._tools = {tool.tool.name: tool for tool in tools}
-        is_first, self._policy = self._policy is None, self._build_policy()
-        if not is_first:
+        if self._policy is not None:
             self._state.unanswered.clear()
-            return self._write(*[("resumed", {})] if self.outcome is not None else [])
-        if self._resumed_from is None:
-            return self._write(("started", self._describe_start()))
-        self._check_tools(self._resumed_from)
-        answers = [("answered", {"call": id, "decision": answer}) for id, answer in self._given_answers.items()]
-        self._write(("resumed", {}), *answers)
+            self._write(*[("resumed", {})] if self.outcome is not None else [])
+        elif self._resumed_from is None:
+            self._write(("started", self._describe_start()))
+        else:
+            self._check_tools(self._resumed_from)
+            answers = [("answered", {"call": id, "decision": answer}) for id, answer in self._given_answers.items()]
+            self._write(("resumed", {}), *answers)
+        self._policy = self._build_policy()
 
     def _build_policy(self) -> Policy:
         permissions, effects = self.agent.permissions, {name: tool.effect for name, tool in self._tools.items()}
