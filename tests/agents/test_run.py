@@ -203,11 +203,24 @@ def test_a_run_with_other_tools_is_refused_each_time(model: Model) -> None:
     agent = Agent(model, tools=Desk().tools)
     run = agent.start("Go.")
     play(model, ["Done."], run._drive())
-    resumed = Agent(model, store=agent.store).resume(run.id)
+    resumed, rows = Agent(model, store=agent.store).resume(run.id), agent.store.read(run.id)
     resumed.say("More.")
     for _ in range(2):
         with pytest.raises(InvalidArgument, match="must be those of the run"):
             play(model, ["Done."], resumed._drive())
+    assert agent.store.read(run.id) == rows
+
+
+def test_a_run_that_was_marked_or_told_more_before_its_start_can_be_resumed(model: Model) -> None:
+    agent = Agent(model)
+    run = agent.start("Hello")
+    run.mark("start")
+    run.say("Who are you?")
+    play(model, ["Me."], run._drive())
+    assert [row.kind for row in agent.store.read(run.id)] == ["started", "mark", "message", "message", "finished"]
+    resumed = agent.resume(run.id)
+    assert resumed.messages == run.messages
+    assert list(resumed.marks) == ["start"]
 
 
 def test_a_limit_ends_a_run_with_a_last_answer_in_words_and_the_reason(model: Model) -> None:

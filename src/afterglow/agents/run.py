@@ -104,6 +104,7 @@ class Run:
         self._policy: Policy | None = None
         self._resumed_from: Mapping[str, Any] | None = None  # first row of a restored run
         self._given_answers: Mapping[str, Decision] = {}
+        self._unwritten: list[tuple[str, Mapping[str, Any]]] = []  # rows of a run that was not opened yet
         self._running: set[str] = set()  # calls
         self._running_children: list[Run] = []
         self._epoch = 0  # counts changes of the history from outside
@@ -312,11 +313,12 @@ class Run:
             self._state.unanswered.clear()
             self._write(*[("resumed", {})] if self.outcome is not None else [])
         elif self._resumed_from is None:
-            self._write(("started", self._describe_start()))
+            self.agent.store.append(self.id, [("started", self._describe_start()), *self._unwritten])
         else:
             self._check_tools(self._resumed_from)
             answers = [("answered", {"call": id, "decision": answer}) for id, answer in self._given_answers.items()]
-            self._write(("resumed", {}), *answers)
+            self.agent.store.append(self.id, [("resumed", {}), *answers, *self._unwritten])
+            self._state.answers |= self._given_answers
         self._policy = self._build_policy()
 
     def _build_policy(self) -> Policy:
@@ -356,8 +358,10 @@ class Run:
             raise InvalidArgument("tools", f"must be those of the run, {', '.join(before)}, not {', '.join(now)}")
 
     def _write(self, *rows: tuple[str, Mapping[str, Any]]) -> None:
-        """Write rows in one transaction, then apply them to the state."""
-        if rows:
+        """Write rows in one transaction, then apply them to the state. Those of a run that is not open yet wait."""
+        if self._policy is None:
+            self._unwritten += rows
+        elif rows:
             self.agent.store.append(self.id, rows)
         for kind, body in rows:
             apply_row(self._state, kind, body)
