@@ -209,6 +209,16 @@ def test_a_child_that_fails_leaves_its_siblings(model: Model) -> None:
     assert outcomes[1].status != "failed"
 
 
+def test_wrong_tasks_and_counts_of_children_are_named(model: Model) -> None:
+    run = Agent(model).start("Go.")
+    for tasks, name in (("Read it.", "tasks"), (5, "tasks"), (["Read it.", 5], r"tasks\[1\]")):
+        with pytest.raises(InvalidArgument, match=f"`{name}` must be"):
+            asyncio.run(run.fork(tasks))  # type: ignore[arg-type]
+    for count in (0, -1, "2"):
+        with pytest.raises(InvalidArgument, match="`count` must be"):
+            asyncio.run(run.branches(count))  # type: ignore[arg-type]
+
+
 def test_the_first_accepted_branch_wins_and_the_others_are_cancelled(model: Model) -> None:
     async def branch() -> tuple[Run, Outcome | None]:
         run = Agent(model, "x" * 400).start("Go.")

@@ -20,6 +20,7 @@ from afterglow.agents import (
     Decided,
     Finished,
     Limits,
+    Mark,
     Permissions,
     Question,
     Result,
@@ -221,6 +222,22 @@ def test_a_run_that_was_marked_or_told_more_before_its_start_can_be_resumed(mode
     resumed = agent.resume(run.id)
     assert resumed.messages == run.messages
     assert list(resumed.marks) == ["start"]
+
+
+@pytest.mark.parametrize("text", [5, None, ["More."]])
+def test_a_message_that_is_no_text_is_refused_and_not_written(model: Model, text: Any) -> None:
+    agent = Agent(model)
+    run = agent.start("Go.")
+    play(model, ["Done."], run._drive())
+    rows = agent.store.read(run.id)
+    with pytest.raises(InvalidArgument, match="`text` must be text"):
+        run.say(text)
+    with pytest.raises(InvalidArgument, match="`name` must be text"):
+        run.mark(text)
+    with pytest.raises(InvalidArgument, match="`note` must be text"):
+        run.rewind(Mark("start", 1), note=text)
+    assert agent.store.read(run.id) == rows
+    assert agent.resume(run.id).messages == run.messages
 
 
 def test_a_limit_ends_a_run_with_a_last_answer_in_words_and_the_reason(model: Model) -> None:

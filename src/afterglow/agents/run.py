@@ -43,11 +43,13 @@ from afterglow.agents.store import Row
 from afterglow.agents.toolbox import AgentTool, run_in_thread
 from afterglow.api.options import ChatGenerationOptions
 from afterglow.chat.constraints.response_format import forbid_additional_properties
+from afterglow.chat.content import check_text
 from afterglow.chat.messages import Message, ToolCall, parse_messages, to_openai_message
 from afterglow.chat.output.parts import ReasoningDelta, TextDelta
 from afterglow.chat.output.response import ChatResponse
 from afterglow.chat.tools.tool import Tool
 from afterglow.errors import AfterglowError, InvalidArgument, UnsupportedOperation
+from afterglow.llama.checks import check_integer
 
 LAST_ANSWER_TOKENS = 1024  # after a limit
 LAST_ANSWER_SECONDS = 120.0
@@ -372,11 +374,13 @@ class Run:
         """Add a message of the user. The next loop continues the run with it."""
         if self._state.pending:
             raise UnsupportedOperation("say", "calls have no results yet: continue the run first")
-        self._write(("message", {"message": to_openai_message(Message(role="user", content=text)), "stopping": ""}))
+        message = Message(role="user", content=check_text(text, "text"))
+        self._write(("message", {"message": to_openai_message(message), "stopping": ""}))
 
     def mark(self, name: str = "") -> Mark:
         """Remember the end of the history, to return to it with `rewind`. A mark survives a restart."""
-        mark = Mark(name or f"mark {len(self._state.marks) + 1}", self._state.settled_length)
+        name = check_text(name, "name") or f"mark {len(self._state.marks) + 1}"
+        mark = Mark(name, self._state.settled_length)
         self._write(("mark", asdict(mark)))
         return mark
 
@@ -394,6 +398,7 @@ class Run:
         """
         if effects not in ("refuse", "keep"):
             raise InvalidArgument("effects", f"must be 'refuse' or 'keep', not {effects!r}")
+        check_text(note, "note")
         position = mark.position if isinstance(mark, Mark) else self._find_mark(mark).position
         if self._running:
             raise UnsupportedOperation("rewind", f"{len(self._running)} calls are running: wait for their results")
@@ -464,6 +469,10 @@ class Run:
         rights are narrowed while it generates: to `allow`, a set of effects, names and patterns, and to those of this
         run and of its `role`. The tokens and calls that this run has left are divided among the children.
         """
+        if isinstance(tasks, str) or not isinstance(tasks, Sequence):
+            raise InvalidArgument("tasks", f"must be a list of texts, not {tasks!r}")
+        for index, task in enumerate(tasks):
+            check_text(task, f"tasks[{index}]")
         await self._open_quietly()
         children = [
             self._build_child(task, len(tasks), allow=allow, output=output, role=role, limits=limits, options=options)
@@ -491,6 +500,8 @@ class Run:
         The others are cancelled then. None: no outcome is accepted. `Agent.resume(outcome.run_id)` continues the
         accepted one. Without `accept`, the first answer is accepted. A seed is increased by one per branch.
         """
+        if check_integer("count", count) < 1:
+            raise InvalidArgument("count", f"must be at least 1, not {count}")
         await self._open_quietly()
         length = max(
             (index + 1 for index, message in enumerate(self._state.messages) if message.role in ("user", "tool"))
