@@ -368,6 +368,15 @@ def test_the_model_delegates_to_a_role_with_its_rights_and_instructions(model: M
     assert started["allow"] == ["delegate", "look"]
 
 
+def test_a_tool_with_the_name_of_the_tool_for_roles_is_refused(model: Model) -> None:
+    def delegate(task: str) -> str:
+        """Give a task to a colleague."""
+        return task
+
+    with pytest.raises(InvalidArgument, match="must not have the name 'delegate'"):
+        play(model, ["Done."], Agent(model, tools=[delegate], roles=ROLES).start("Go.")._drive())
+
+
 def test_a_role_cannot_be_below_itself(model: Model) -> None:
     run = Agent(model, tools=TOOLS, roles=ROLES).start("Go.")
     delegate = write_call("delegate", role="reader", task="Find it.")

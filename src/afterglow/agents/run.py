@@ -309,6 +309,8 @@ class Run:
         """Connect the tools, and write the first row of a run, or that it continues."""
         tools = [*await self.agent.open_tools()]
         if self.agent.roles:
+            if any(tool.tool.name == DELEGATE for tool in tools):
+                raise InvalidArgument("tools", f"must not have the name {DELEGATE!r} if there are roles")
             tools.append(build_delegate_tool(self))
         self._tools = {tool.tool.name: tool for tool in tools}
         if self._policy is not None:
