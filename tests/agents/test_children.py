@@ -377,6 +377,18 @@ def test_a_tool_with_the_name_of_the_tool_for_roles_is_refused(model: Model) -> 
         play(model, ["Done."], Agent(model, tools=[delegate], roles=ROLES).start("Go.")._drive())
 
 
+def test_a_task_of_a_role_that_failed_is_an_error_and_may_be_given_again(model: Model) -> None:
+    delegate = write_call("delegate", role="reader", task="Find it.")
+    forbidden = write_call("look", place="a")  # there is no such tool
+    roles = [Role(name="reader", instructions="You read.", options={"response_format": LETTERS})]
+    run = Agent(model, roles=roles).start("Go.")
+    play(model, [delegate, forbidden, delegate, "the letters", "Found."], run._drive())
+    first, second = [message.content for message in run.messages if message.role == "tool"]
+    assert "is not allowed" in first
+    assert first.startswith("error: ")
+    assert second == "the letters"
+
+
 def test_a_role_cannot_be_below_itself(model: Model) -> None:
     run = Agent(model, tools=TOOLS, roles=ROLES).start("Go.")
     delegate = write_call("delegate", role="reader", task="Find it.")

@@ -763,6 +763,8 @@ def build_delegate_tool(run: Run) -> AgentTool:
     async def execute(arguments: str) -> Any:
         values = pydantic.TypeAdapter(dict[str, str]).validate_json(arguments)
         outcome = await run._give_task(values["task"], values["role"])
+        if outcome.status == "failed":
+            raise RuntimeError(outcome.reason)
         return outcome.text if outcome else f"{outcome.status}: {outcome.reason} {outcome.text}".strip()
 
     properties = {
