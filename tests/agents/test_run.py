@@ -320,6 +320,20 @@ def test_a_run_continues_with_another_message_of_the_user(model: Model) -> None:
     assert [message.content for message in run.messages] == ["Hello", "Hi.", "And now?", "Bye."]
 
 
+@pytest.mark.parametrize("moment", ["first part", "last part"])
+def test_a_message_during_an_answer_is_answered_and_the_answer_is_dropped(model: Model, moment: str) -> None:
+    async def interrupt() -> str:
+        run, parts = Agent(model).start("Hello"), 0
+        async for event in run:
+            parts += isinstance(event, Said)
+            if isinstance(event, Said) and parts == (1 if moment == "first part" else len("Hi.")):
+                run.say("Who are you?")
+        assert [message.content for message in run.messages] == ["Hello", "Who are you?", "Me."]
+        return event.outcome.text  # type: ignore[union-attr]
+
+    assert play(model, ["Hi.", "Me."], interrupt()) == "Me."
+
+
 def test_a_loop_that_is_left_can_be_continued(model: Model) -> None:
     async def leave_and_return() -> str:
         run = Agent(model, tools=Desk().tools).start("Go.")

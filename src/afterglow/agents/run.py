@@ -188,12 +188,14 @@ class Run:
                         yield Said(text)
                     case ReasoningDelta(text):
                         yield Thought(text)
-                if self._epoch != epoch:  # the run was rewound meanwhile
-                    stream.cancel()
-                    return
+                if self._epoch != epoch:
+                    break
         except BaseException:
             stream.cancel()
             raise
+        if self._epoch != epoch:  # the run was rewound meanwhile, or has another message
+            stream.cancel()
+            return
         self._record_response(stream.response, time.monotonic() - started)
         if stream.response.truncation is not None:
             yield Compacted(stream.response.truncation)
@@ -373,11 +375,12 @@ class Run:
     # --- the history
 
     def say(self, text: str) -> None:
-        """Add a message of the user. The next loop continues the run with it."""
+        """Add a message of the user. The run continues with it. An answer that is being written is dropped."""
         if self._state.pending:
             raise UnsupportedOperation("say", "calls have no results yet: continue the run first")
         message = Message(role="user", content=check_text(text, "text"))
         self._write(("message", {"message": to_openai_message(message), "stopping": ""}))
+        self._epoch += 1
 
     def mark(self, name: str = "") -> Mark:
         """Remember the end of the history, to return to it with `rewind`. A mark survives a restart."""
