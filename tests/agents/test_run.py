@@ -250,6 +250,17 @@ def test_a_limit_ends_a_run_with_a_last_answer_in_words_and_the_reason(model: Mo
     assert "limit of 2 rounds" in run.messages[-2].content
 
 
+def test_an_answer_that_is_cut_is_no_answer_and_can_be_continued(model: Model) -> None:
+    run = Agent(model, tools=Desk().tools, max_tokens=10).start("Go.")
+    outcome = play(model, [write_call("look", place="a" * 40)], run._drive())
+    assert (outcome.status, outcome.reason) == (
+        "stopped",
+        "the answer is incomplete: it reached max_tokens or the end of the context",
+    )
+    run.say("Answer briefly.")
+    assert play(model, ["Yes."], run._drive()).status == "answered"
+
+
 def test_the_limit_of_tokens_interrupts_a_message_and_leaves_room_for_the_last_answer(model: Model) -> None:
     run = Agent(model, tools=Desk().tools, limits=Limits(generated=20)).start("Go.")
     outcome = play(model, [write_call("look", place="a" * 40), "Too little."], run._drive())

@@ -130,6 +130,7 @@ class Outcome:
     """How a run ended.
 
     `answered`: the model answered. `stopped`: a limit was reached; `text` is the last answer and `reason` the limit.
+    It may be that of one message, e.g. `max_tokens`; then `text` is incomplete.
     `waiting`: a person has to allow the calls of `waiting`; `Agent.resume` continues. `failed`: an error, in `reason`.
     `cancelled`: the run was ended from outside.
 

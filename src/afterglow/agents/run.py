@@ -54,6 +54,7 @@ from afterglow.llama.checks import check_integer
 LAST_ANSWER_TOKENS = 1024  # after a limit
 LAST_ANSWER_SECONDS = 120.0
 STOP_NOTICE = "Stop here: {reason}. Answer now, in words, with what you know so far. No more tools can be called."
+CUT_REASONS = {"length": "max_tokens or the end of the context", "deadline": "its deadline"}
 DELEGATE = "delegate"  # name of the tool that gives a task to a role
 
 
@@ -204,13 +205,14 @@ class Run:
 
     def _record_response(self, response: ChatResponse, seconds: float) -> None:
         spent = measure_response(response, seconds)
-        message = response.message
+        message, stopping = response.message, self._state.stopping
         if response.finish_reason in ("length", "deadline"):
             assert self._policy is not None
             if not self._state.stopping and find_reached_limit(self._policy.limits, self._state.spent.add(spent)):
                 return self._write(("spent", {"spent": asdict(spent)}))  # the last answer follows
             message = replace(message, tool_calls=())  # they are incomplete
-        self._write(("message", {"message": to_openai_message(message), "spent": asdict(spent)}))
+            stopping = stopping or f"the answer is incomplete: it reached {CUT_REASONS[response.finish_reason]}"
+        self._write(("message", {"message": to_openai_message(message), "spent": asdict(spent), "stopping": stopping}))
 
     async def _execute(self, step: Execute) -> AsyncGenerator[AgentEvent, None]:
         """Execute the allowed calls concurrently. Their intents are on disk before the first one starts."""
