@@ -78,6 +78,28 @@ def test_without_a_terminal_a_run_waits_and_is_resumed_with_an_answer(run: Comma
     assert (resumed.returncode, resumed.stdout) == (0, "Everything is done.\n")
 
 
+def test_a_run_that_stopped_at_a_limit_continues_with_a_higher_one(run: Command) -> None:
+    stopped = run("agent", "Do it.", "--rounds", "1", "--allow", "external")
+    assert "stopped: the limit of 1 rounds is reached" in stopped.stderr
+    id = run("runs", "list").stdout.split()[0]
+    resumed = run("agent", "--resume", id, "Go on.", "--rounds", "9", "--allow", "external")
+    assert (resumed.returncode, resumed.stdout) == (0, "Everything is done.\n")
+    stopped = run("agent", "--resume", id, "Go on.", "--seconds", "0", "--allow", "external")
+    assert "stopped: the limit of" in stopped.stderr
+
+
+def test_a_message_for_a_run_that_is_refused_is_not_stored(run: Command, servers: Path) -> None:
+    run("agent", "Do it.", "--allow", "external")
+    id = run("runs", "list").stdout.split()[0]
+    rows = run("runs", "export", id).stdout
+    content = servers.read_text()
+    servers.write_text(json.dumps({"mcpServers": {}}))
+    refused = run("agent", "--resume", id, "And more.")
+    servers.write_text(content)
+    assert "`tools` must be those of the run, good.work" in refused.stderr
+    assert run("runs", "export", id).stdout == rows
+
+
 def test_runs_are_listed_shown_exported_and_verified(run: Command, tmp_path: Path) -> None:
     assert "no agent ran yet" in run("runs", "list").stderr
     run("agent", "Do it.", "--allow", "external")

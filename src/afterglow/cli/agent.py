@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,6 +78,8 @@ def agent(
     The answer goes to standard output, calls and results to standard error. At a terminal you are asked about calls
     that are neither allowed nor denied. Otherwise the run waits: afterglow agent --resume ID --answer CALL=allow
 
+    A run that stopped at a limit continues with a message and a higher limit: --resume ID --rounds 60 "Go on."
+
     Runs are stored, with all messages; --private turns that off.
     """
     if not task and resume is None:
@@ -89,15 +92,14 @@ def agent(
     if resume is not None and path is None:
         raise InvalidArgument("--resume", "cannot be used with --private, unless --store names the file of the run")
     console = Console(stderr=True)
-    defaults = Limits()
-    limits = Limits(rounds=rounds or defaults.rounds, seconds=seconds)
+    given = {name: value for name, value in (("rounds", rounds), ("seconds", seconds)) if value is not None}
     with open_model(settings, console) as loaded:
         worker = Agent(
             loaded,
             settings.system,
             tools=load_mcp_servers(mcp) if mcp else (),
             permissions=build_permissions(allow or (), deny or ()),
-            limits=limits,
+            limits=Limits(**given),  # type: ignore[arg-type]
             ask=terminal,
             store=path,
             roles=roles or (),
@@ -107,6 +109,7 @@ def agent(
             run = worker.start(task)
         else:
             run = worker.resume(resume, answers)
+            run.spec = replace(run.spec, limits=replace(run.spec.limits, **given))  # type: ignore[arg-type]
             if task:
                 run.say(task)
         outcome = asyncio.run(show_run(run, console))
