@@ -240,6 +240,22 @@ def test_a_message_that_is_no_text_is_refused_and_not_written(model: Model, text
     assert agent.resume(run.id).messages == run.messages
 
 
+def test_a_run_is_resumed_with_its_options(model: Model) -> None:
+    class Number(pydantic.BaseModel):
+        number: int
+
+    agent = Agent(model, max_tokens=5)
+    formats: Any = {"type": "json", "schema": Number}
+    run = agent.start("Go.", stop=("!", "?"), max_tokens=None, seed=3)
+    play(model, ["A longer answer!"], run._drive())
+    resumed = agent.resume(run.id)
+    assert resumed.spec.options == {"stop": ["!", "?"], "max_tokens": None, "seed": 3}
+    resumed.say("More.")
+    assert play(model, ["Another answer?"], resumed._drive()).text == "Another answer"
+    with pytest.raises(InvalidArgument):
+        play(model, ["1"], agent.start("Go.", response_format=formats)._drive())
+
+
 def test_a_limit_ends_a_run_with_a_last_answer_in_words_and_the_reason(model: Model) -> None:
     desk = Desk()
     run = Agent(model, tools=desk.tools, limits=Limits(rounds=2)).start("Go.")

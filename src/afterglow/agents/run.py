@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Mapping, Sequence
@@ -749,7 +750,11 @@ def build_response_format(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def describe_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are JSON values, for a row. The others are those of the agent."""
-    return {name: value for name, value in options.items() if isinstance(value, str | int | float | bool | list | dict)}
+    described = {}
+    for name, value in options.items():
+        with contextlib.suppress(TypeError, ValueError):
+            described[name] = json.loads(json.dumps(value))
+    return described
 
 
 async def is_accepted(accept: Callable[[Outcome], bool | Awaitable[bool]] | None, outcome: Outcome) -> bool:
