@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import afterglow
-from afterglow.agents import Agent, Forked, Limits, Outcome, Permissions, Role, Run, Spent, effect
+from afterglow.agents import Agent, Forked, Limits, Outcome, Permissions, Question, Role, Run, Spent, effect
 from afterglow.agents.limits import share_limits
+from afterglow.agents.permissions import Decision
 from afterglow.api.model import Model
 from afterglow.errors import InvalidArgument, UnsupportedOperation
 from afterglow.testing import models
@@ -195,6 +196,20 @@ def test_children_are_events_of_the_parent_and_runs_of_the_store(model: Model) -
     assert [event.children for event in events if isinstance(event, Forked)] == [(outcomes[0].run_id,)]
     (summary, _) = run.agent.store.list_runs()
     assert (summary.id, summary.parent) == (outcomes[0].run_id, run.id)
+
+
+def test_a_person_is_asked_by_children_in_one_event_loop_after_the_other(model: Model) -> None:
+    def ask(question: Question) -> Decision:
+        time.sleep(0.1)  # the other child has to wait
+        return "allow"
+
+    async def fork() -> list[Outcome]:
+        return await agent.start("Go.").fork(["Save a.", "Save b."])
+
+    agent, calls = Agent(model, tools=TOOLS, ask=ask), [write_call("save", text=text) for text in "ab"]
+    for _ in range(2):
+        outcomes = play(model, [*calls, "Saved.", "Saved."], fork())
+        assert [outcome.text for outcome in outcomes] == ["Saved.", "Saved."]
 
 
 def test_a_child_that_fails_leaves_its_siblings(model: Model) -> None:

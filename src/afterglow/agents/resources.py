@@ -53,6 +53,7 @@ class AgentResources:
         self.call_seconds = call_seconds
         self.roles: Mapping[str, Role] = load_roles(roles)
         self._ask = ask
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the locks
         self._ask_lock = asyncio.Lock()  # one question at a time
         self._sources: list[ToolSource] = []
         self._tools: list[AgentTool | ToolSource] = []
@@ -75,6 +76,7 @@ class AgentResources:
 
     async def open_tools(self) -> Sequence[AgentTool]:
         """Return all tools; MCP servers are started on the first call."""
+        self._replace_locks()
         async with self._open_lock:
             if self._opened is None:
                 opened: list[AgentTool] = []
@@ -95,6 +97,7 @@ class AgentResources:
         if self._ask is None:
             return None
         ask = self._ask
+        self._replace_locks()
         async with self._ask_lock:
             answer: Any = (
                 ask(question) if inspect.iscoroutinefunction(ask) else await run_in_thread(lambda: ask(question))
@@ -104,10 +107,15 @@ class AgentResources:
             raise InvalidArgument("ask", f"must return 'allow', 'deny' or None, not {answer!r}")
         return cast(Decision | None, answer)
 
+    def _replace_locks(self) -> None:
+        """Replace the locks of another event loop. A program may run several, one after the other."""
+        if self._loop is not asyncio.get_running_loop():
+            self._loop = asyncio.get_running_loop()
+            self._open_lock, self._ask_lock = asyncio.Lock(), asyncio.Lock()
+
     async def close(self) -> None:
         """Close the MCP servers and the connection; the next run opens them again. The model stays open."""
         sources, self._sources, self._opened = self._sources, [], None
-        self._open_lock, self._ask_lock = asyncio.Lock(), asyncio.Lock()  # the next event loop may be another one
         for source in sources:
             await source.close()
         await self.endpoint.close()
