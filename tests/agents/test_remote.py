@@ -42,6 +42,13 @@ def test_a_run_calls_tools_over_http(server: ServerProcess) -> None:
     assert outcome.spent.calls == 1
 
 
+def test_an_agent_is_used_in_one_event_loop_after_the_other(server: ServerProcess) -> None:
+    agent = connect(server, permissions=Permissions(write="allow"))
+    for _ in range(2):
+        assert asyncio.run(agent.start("Save it.")._drive()).text == "It is saved."
+    asyncio.run(agent.close())
+
+
 def test_a_run_waits_is_resumed_and_forked_without_prefill(server: ServerProcess, tmp_path: Path) -> None:
     async def wait_resume_and_fork() -> tuple[Outcome, Run, list[Outcome]]:
         async with connect(server, store=tmp_path / "runs.db") as agent:

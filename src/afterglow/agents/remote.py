@@ -62,7 +62,9 @@ class RemoteEndpoint:
         except ImportError:
             raise UnsupportedOperation("connect", "install it with `pip install afterglow-llm[agents]`") from None
         if self._client is None:
-            self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_SECONDS))
+            # Idle connections belong to an event loop, and the next request may be made in another one.
+            limits = httpx.Limits(max_keepalive_connections=0)
+            self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=CONNECT_SECONDS), limits=limits)
         url = f"{self.url}/v1/chat/completions"
         try:
             request = self._client.build_request("POST", url, json=body, headers=self._headers)
