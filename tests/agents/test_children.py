@@ -184,6 +184,13 @@ def test_the_depth_of_children_is_limited(model: Model) -> None:
         play(model, ["One.", "Two."], descend())
 
 
+def test_without_a_limit_of_the_depth_children_have_none_either(model: Model) -> None:
+    run = Agent(model, limits=Limits(depth=None)).start("Go.")
+    (outcome,) = play(model, ["Done."], run.fork(["Check this."]))
+    assert outcome.status == "answered"
+    assert run.agent.store.read(outcome.run_id)[0].body["limits"]["depth"] is None
+
+
 def test_children_are_events_of_the_parent_and_runs_of_the_store(model: Model) -> None:
     async def fork() -> tuple[Run, list[Outcome], list[Any]]:
         run = Agent(model).start("Go.")

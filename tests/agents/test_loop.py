@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 
-from afterglow.agents.limits import Limits, Spent
+from afterglow.agents.limits import Limits, Spent, find_reached_limit
 from afterglow.agents.loop import Ask, Execute, Finish, Generate, Policy, RunState, ToolResult, decide
 from afterglow.agents.permissions import Effect, Permissions
 from afterglow.chat.messages import Message, ToolCall
 from afterglow.chat.tools.tool import Tool
+from afterglow.errors import InvalidArgument
 
 INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 EFFECTS: dict[str, Effect] = {"look": "read", "save": "write", "send": "external"}
@@ -156,3 +160,18 @@ def test_identical_calls_of_one_message_are_executed_once() -> None:
     step = decide(state, build_policy())
     assert isinstance(step, Execute)
     assert step.verdicts[0].status == "repeated"
+
+
+@pytest.mark.parametrize("name", ["rounds", "computed", "generated", "calls", "repeats", "depth"])
+@pytest.mark.parametrize("value", [-1, 2.5, math.inf, math.nan, True, "3"])
+def test_a_limit_that_is_no_integer_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"`limits.{name}` must be an integer of at least 0 or None"):
+        Limits(**{name: value})
+
+
+def test_a_limit_of_seconds_is_a_number_and_large_limits_are_told_exactly() -> None:
+    with pytest.raises(InvalidArgument, match=r"`limits.seconds` must be a number"):
+        Limits(seconds=math.nan)
+    assert find_reached_limit(Limits(seconds=1.5), Spent(seconds=2.0)) == "the limit of 1.5 seconds is reached"
+    reached = find_reached_limit(Limits(computed=1_234_567), Spent(computed=1_234_567))
+    assert reached == "the limit of 1,234,567 computed is reached"

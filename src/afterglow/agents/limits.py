@@ -23,13 +23,14 @@ class Limits:
     seconds: float | None = None  # of generation and of tools; waiting for a person does not count
     calls: int | None = 100  # tool calls that were executed
     repeats: int | None = 3  # identical calls
-    depth: int = 3  # generations of children below the first run
+    depth: int | None = 3  # generations of children below the first run
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
-                raise InvalidArgument(f"limits.{field.name}", f"must be a number of at least 0 or None, not {value!r}")
+            kind, text = (int | float, "a number") if field.name == "seconds" else (int, "an integer")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or not value >= 0):
+                raise InvalidArgument(f"limits.{field.name}", f"must be {text} of at least 0 or None, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ def find_reached_limit(limits: Limits, spent: Spent) -> str | None:
     for field in fields(Spent):
         limit = getattr(limits, field.name)
         if limit is not None and getattr(spent, field.name) >= limit:
-            return f"the limit of {limit:g} {field.name} is reached"
+            return f"the limit of {limit:,.15g} {field.name} is reached"
     return None
 
 
@@ -94,7 +95,7 @@ def share_limits(parent: Limits, spent: Spent, children: int, wanted: Limits | N
     shares = {
         name: value // children for name in SHARED_AMONG_CHILDREN if (value := getattr(remaining, name)) is not None
     }
-    available = replace(remaining, depth=max(0, parent.depth - 1), **shares)
+    available = replace(remaining, depth=None if parent.depth is None else max(0, parent.depth - 1), **shares)
     if wanted is None:
         return available
 

@@ -575,7 +575,7 @@ class Run:
     ) -> Run:
         """Build one of `count` children. It can never do or spend more than this run."""
         assert self._policy is not None
-        if self._policy.limits.depth <= 0:
+        if self._policy.limits.depth == 0:
             raise UnsupportedOperation("fork", "the limit of the depth of children is reached")
         roles, given = self.spec.roles, self.agent.get_role(role)
         if role in roles:
