@@ -32,7 +32,7 @@ from afterglow.agents import (
 from afterglow.agents.permissions import Decision
 from afterglow.agents.toolbox import AgentToolLike
 from afterglow.api.model import Model
-from afterglow.errors import InvalidArgument, InvalidGrammar, PromptTooLong
+from afterglow.errors import InvalidArgument, InvalidGrammar, PromptTooLong, UnsupportedOperation
 from afterglow.testing import models
 from afterglow.testing.script import script_answers, write_call
 
@@ -359,6 +359,14 @@ def test_a_message_during_an_answer_is_answered_and_the_answer_is_dropped(model:
         return event.outcome.text  # type: ignore[union-attr]
 
     assert play(model, ["Hi.", "Me."], interrupt()) == "Me."
+
+
+def test_waiting_in_an_event_loop_is_refused(model: Model) -> None:
+    async def wait() -> None:
+        Agent(model).start("Hello").wait()
+
+    with pytest.raises(UnsupportedOperation, match="`await` the run"):
+        asyncio.run(wait())
 
 
 def test_a_loop_that_is_left_can_be_continued(model: Model) -> None:

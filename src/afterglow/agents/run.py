@@ -170,6 +170,8 @@ class Run:
             async with self.agent:
                 return await self
 
+        if asyncio._get_running_loop() is not None:
+            raise UnsupportedOperation("wait", "an event loop runs in this thread, e.g. of a notebook: `await` the run")
         return asyncio.run(drive())
 
     # --- steps
