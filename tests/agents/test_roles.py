@@ -62,3 +62,13 @@ def test_two_roles_of_one_name_and_a_missing_directory_are_errors(tmp_path: Path
         load_roles(tmp_path)
     with pytest.raises(InvalidArgument, match="not a directory"):
         load_roles(tmp_path / "none")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_bytes("---\nname: a\n---\nGrüße".encode("latin-1"))
+    with pytest.raises(InvalidArgument, match=r"a\.md cannot be read: 'utf-8' codec"):
+        load_roles(tmp_path)
+    (tmp_path / "a.md").unlink()
+    (tmp_path / "b.md").mkdir()
+    with pytest.raises(InvalidArgument, match=r"b\.md cannot be read: .* Is a directory"):
+        load_roles(tmp_path)

@@ -71,15 +71,25 @@ def parse_role(text: str, where: str) -> Role:
     )
 
 
+def read_role(path: Path) -> Role:
+    """Read the role of a Markdown file."""
+    try:
+        return parse_role(path.read_text("utf-8"), path.name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument("roles", f"{path} cannot be read: {error}") from None
+
+
 def load_roles(source: str | os.PathLike[str] | Sequence[Role]) -> dict[str, Role]:
     """Return roles by name: given ones, or those of the Markdown files of a directory."""
     if isinstance(source, str | os.PathLike):
         directory = Path(source)
         if not directory.is_dir():
             raise InvalidArgument("roles", f"{directory} is not a directory")
-        source = [parse_role(path.read_text("utf-8"), path.name) for path in sorted(directory.glob("*.md"))]
+        source = [read_role(path) for path in sorted(directory.glob("*.md"))]
     roles: dict[str, Role] = {}
     for role in source:
+        if not isinstance(role, Role):
+            raise InvalidArgument("roles", f"must be a directory or a list of Role(…), not of {role!r}")
         if role.name in roles:
             raise InvalidArgument("roles", f"{role.name!r} is the name of two roles")
         roles[role.name] = role
