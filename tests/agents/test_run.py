@@ -425,3 +425,27 @@ def test_a_history_that_outgrows_the_context_fails_if_that_is_asked_for(model: M
     run = Agent(model, "Be brief.", overflow="refuse").start("x" * 9000)
     with pytest.raises(PromptTooLong):
         asyncio.run(collect(run))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("model", "smollm2"),
+        ("tools", print),
+        ("tools", {"look": print}),
+        ("permissions", {"read": "allow"}),
+        ("limits", {"rounds": 3}),
+        ("ask", "terminal"),
+        ("roles", [{"name": "reader"}]),
+        ("call_seconds", "5"),
+        ("call_seconds", 0),
+    ],
+)
+def test_a_wrong_argument_of_an_agent_is_named(model: Model, argument: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"`{argument}` must be"):
+        Agent(**{"model": model, argument: value})
+
+
+def test_rules_that_are_no_mapping_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"`permissions.rules` must be"):
+        Permissions(rules=["git.*"])  # type: ignore[arg-type]

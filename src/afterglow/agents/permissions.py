@@ -39,6 +39,8 @@ class Permissions:
     rules: Mapping[str, Decision] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rules, Mapping):
+            raise InvalidArgument("permissions.rules", f"must be decisions by name or pattern, not {self.rules!r}")
         values: dict[str, Decision] = {effect: getattr(self, effect) for effect in EFFECTS}
         values |= {f"rules[{pattern!r}]": decision for pattern, decision in self.rules.items()}
         for name, decision in values.items():

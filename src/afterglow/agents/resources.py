@@ -46,6 +46,7 @@ class AgentResources:
         check_options(
             ChatGenerationOptions, options, others=("tools", "permissions", "limits", "ask", "store", "roles")
         )
+        check_arguments(model, tools, permissions, limits, ask, call_seconds)
         self.endpoint: ModelEndpoint = LocalEndpoint(model) if isinstance(model, Model) else model
         self.system = check_text(system, "system")
         self.permissions, self.limits = permissions, limits
@@ -127,3 +128,21 @@ class AgentResources:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def check_arguments(
+    model: object, tools: object, permissions: object, limits: object, ask: object, call_seconds: object
+) -> None:
+    """Raise `InvalidArgument` for an argument of an agent that has the wrong type."""
+    if not isinstance(model, Model) and not hasattr(model, "start"):
+        raise InvalidArgument("model", f"must be a loaded model, e.g. afterglow.load('smollm2'), not {model!r}")
+    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+        raise InvalidArgument("tools", f"must be a list of functions and MCP servers, not {tools!r}")
+    if not isinstance(permissions, Permissions):
+        raise InvalidArgument("permissions", f"must be Permissions(…), not {permissions!r}")
+    if not isinstance(limits, Limits):
+        raise InvalidArgument("limits", f"must be Limits(…), not {limits!r}")
+    if ask is not None and not callable(ask):
+        raise InvalidArgument("ask", f"must be a function, not {ask!r}")
+    if isinstance(call_seconds, bool) or not isinstance(call_seconds, int | float) or not call_seconds > 0:
+        raise InvalidArgument("call_seconds", f"must be a number above 0, not {call_seconds!r}")
