@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from afterglow.agents.store import RunStore
-from afterglow.errors import InvalidArgument
+from afterglow.errors import InvalidArgument, InvalidState
 
 
 @pytest.fixture
@@ -46,6 +46,7 @@ def test_the_chain_of_all_rows_is_verified(path: Path) -> None:
         ("UPDATE rows SET kind = 'result' WHERE id = 3", "row 3 of the run run-1 was changed"),
         ("UPDATE rows SET run = 'run-0' WHERE id = 3", "row 3 of the run run-0 was changed"),
         ("UPDATE rows SET time = 0 WHERE id = 8", "row 8 of the run run-1 was changed"),
+        ("UPDATE rows SET body = CAST(body AS BLOB) WHERE id = 3", "row 3 of the run run-1 was changed"),
         ("UPDATE rows SET digest = 'x' WHERE id = 1", "row 1 of the run run-0 was changed"),
         ("DELETE FROM rows WHERE id = 1", "row 1 is missing"),
         ("DELETE FROM rows WHERE id = 5", "row 5 is missing"),
@@ -54,6 +55,30 @@ def test_the_chain_of_all_rows_is_verified(path: Path) -> None:
 )
 def test_a_tampered_audit_is_found(path: Path, statement: str, problem: str) -> None:
     assert tamper(path, statement) == problem
+
+
+@pytest.mark.parametrize("value", ["CAST(x'7b22ff227d' AS TEXT)", "'no JSON'"], ids=["no UTF-8", "no JSON"])
+def test_a_row_that_cannot_be_read_is_an_error_that_names_the_file(path: Path, value: str) -> None:
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("DROP TRIGGER rows_are_not_changed")
+    connection.execute(f"UPDATE rows SET body = {value}, kind = 'started' WHERE id = 3")
+    connection.close()
+    with RunStore(path) as store:
+        for read in (lambda: store.read("run-1"), store.list_runs):
+            with pytest.raises(InvalidState, match=r"runs\.db cannot be read"):
+                read()
+
+
+def test_a_damaged_file_is_an_error_that_names_it(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))  # the first page has the schema
+    with RunStore(path) as store, pytest.raises(InvalidState, match=r"runs\.db cannot be read"):
+        store.verify()
+
+
+def test_a_file_in_no_directory_is_an_error_that_names_it(path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"`store` .*runs\.db/more\.db cannot be opened"):
+        RunStore(path / "more.db")
 
 
 def test_a_removed_end_with_its_counter_is_found_by_a_digest_that_was_noted(path: Path) -> None:

@@ -88,6 +88,8 @@ class RunStore(Closeable):
                 pass
         except sqlite3.Error as error:
             raise InvalidArgument("store", f"{self.path} is not a file of runs: {error}") from None
+        except OSError as error:
+            raise InvalidArgument("store", f"{self.path} cannot be opened: {error}") from None
 
     def append(self, run: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         """Write the rows of one step, all or none of them."""
@@ -104,26 +106,29 @@ class RunStore(Closeable):
 
     def read(self, run: str, *, missing_ok: bool = False) -> list[Row]:
         """Return the rows of a run. Raises `InvalidArgument` if there is no such run, unless it may be missing."""
-        with self._database.connection() as connection:
+        with self._connection() as connection:
             found = connection.execute(
                 "SELECT id, run, time, kind, body, digest FROM rows WHERE run = ? ORDER BY id", (run,)
             ).fetchall()
+            rows = [
+                Row(id, run, created, kind, json.loads(body), digest) for id, run, created, kind, body, digest in found
+            ]
         if not found and not missing_ok:
             raise InvalidArgument(
                 "run", f"there is no run {run!r} in {self.path or 'memory'}; `afterglow runs list` shows the ids"
             )
-        return [Row(id, run, created, kind, json.loads(body), digest) for id, run, created, kind, body, digest in found]
+        return rows
 
     def list_runs(self) -> list[RunSummary]:
         """Return the runs, the newest first."""
-        with self._database.connection() as connection:
+        with self._connection() as connection:
             rows = connection.execute(
                 "SELECT run, kind, body, time FROM rows WHERE kind IN ('started', 'finished', 'resumed') ORDER BY id"
             ).fetchall()
+            bodies = [json.loads(row[2]) for row in rows]
             counts = dict(connection.execute("SELECT run, COUNT(*) FROM rows GROUP BY run").fetchall())
         summaries: dict[str, RunSummary] = {}
-        for run, kind, text, created in rows:
-            body = json.loads(text)
+        for (run, kind, _, created), body in zip(rows, bodies, strict=True):
             if kind == "started":
                 task, parent = str(body.get("task", "")), str(body.get("parent") or "")
                 summaries[run] = RunSummary(run, parent, task, "open", created, counts[run])
@@ -136,12 +141,14 @@ class RunStore(Closeable):
     def verify(self, head: str | None = None) -> AuditReport:
         """Check the chain of all rows. With `head`, one of them must have this digest."""
         digest, expected, count, heads = FIRST_DIGEST, 1, 0, {FIRST_DIGEST}
-        with self._database.connection() as connection:
+        with self._connection() as connection:
             rows = connection.execute("SELECT id, run, time, kind, body, digest FROM rows ORDER BY id").fetchall()
             counter = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'rows'").fetchone()
         for id, run, created, kind, text, found in rows:
             if id != expected:
                 return AuditReport(count, digest, f"row {expected} is missing")
+            if any(isinstance(value, bytes) for value in (run, created, kind, text)):
+                return AuditReport(count, digest, f"row {id} of the run {run} was changed")
             digest = compute_digest(digest, run, created, kind, text)
             if digest != found:
                 return AuditReport(count, digest, f"row {id} of the run {run} was changed")
@@ -155,6 +162,14 @@ class RunStore(Closeable):
 
     def close(self) -> None:
         self._finalizer()
+
+    @contextlib.contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with self._database.connection() as connection:
+                yield connection
+        except (sqlite3.Error, ValueError) as error:  # a damaged page, or text that is no UTF-8 or no JSON
+            raise InvalidState(f"{self.path or 'the runs in memory'} cannot be read: {error}") from None
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
