@@ -10,6 +10,8 @@ from pathlib import Path
 
 import platformdirs
 
+from afterglow.errors import InvalidArgument
+
 
 def get_cache_directory(name: str) -> Path:
     """Return the path of a subdirectory of the afterglow cache. It may not exist yet.
@@ -17,8 +19,7 @@ def get_cache_directory(name: str) -> Path:
     >>> get_cache_directory("models").name
     'models'
     """
-    override = os.environ.get("AFTERGLOW_CACHE")
-    root = Path(override).expanduser() if override else platformdirs.user_cache_path("afterglow", appauthor=False)
+    root = get_variable_path("AFTERGLOW_CACHE") or platformdirs.user_cache_path("afterglow", appauthor=False)
     return root / name
 
 
@@ -28,6 +29,17 @@ def get_data_directory(name: str) -> Path:
     >>> get_data_directory("chat").name
     'chat'
     """
-    override = os.environ.get("AFTERGLOW_DATA")
-    root = Path(override).expanduser() if override else platformdirs.user_data_path("afterglow", appauthor=False)
+    root = get_variable_path("AFTERGLOW_DATA") or platformdirs.user_data_path("afterglow", appauthor=False)
     return root / name
+
+
+def get_variable_path(variable: str) -> Path | None:
+    """Return the path in an environment variable, in which `~` and `~user` are home directories; None if it is unset.
+
+    >>> get_variable_path("NO_SUCH_VARIABLE")
+    """
+    value = os.environ.get(variable)
+    try:
+        return Path(value).expanduser() if value else None
+    except RuntimeError:
+        raise InvalidArgument(variable, f"names {value}, but there is no such user") from None

@@ -12,8 +12,8 @@ from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
-from afterglow import registry
-from afterglow.cli import open_model, serve
+from afterglow import paths, registry
+from afterglow.cli import open_model, serve, settings
 from afterglow.cli.commands import app, load_command
 from afterglow.cli.serve import parse_drafts
 from afterglow.cli.settings import (
@@ -371,3 +371,17 @@ def test_projector_and_strip_media_apply_to_a_command(tmp_path):
     assert "does not support image input" in unsupported.stderr
     stripped = run_in_process("chat", model, "--strip-media", *image, stdin="What colour is this?")
     assert stripped.stdout.strip() == "N"
+
+
+@pytest.mark.parametrize("variable", ["AFTERGLOW_SETTINGS", "AFTERGLOW_CACHE", "AFTERGLOW_DATA"])
+def test_the_home_directory_of_an_unknown_user_is_an_error_that_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "~nobody_here/afterglow")
+    places = {
+        "AFTERGLOW_SETTINGS": settings.get_settings_path,
+        "AFTERGLOW_CACHE": lambda: paths.get_cache_directory("models"),
+        "AFTERGLOW_DATA": lambda: paths.get_data_directory("agents"),
+    }
+    with pytest.raises(InvalidArgument, match=f"`{variable}` names ~nobody_here/afterglow, but there is no such user"):
+        places[variable]()

@@ -29,6 +29,7 @@ from afterglow.api.options import (
     suggest_name,
 )
 from afterglow.errors import InvalidArgument
+from afterglow.paths import get_variable_path
 from afterglow.server.settings import KeepAlive, ServerSettings
 
 ENVIRONMENT_PREFIX = "AFTERGLOW_"
@@ -169,8 +170,7 @@ def parse_reasoning(value: bool | int | str | None) -> bool | int | str | None:
 
 def get_settings_path() -> Path:
     """Return the path of the settings file, which need not exist. `AFTERGLOW_SETTINGS` overrides it."""
-    path = os.environ.get("AFTERGLOW_SETTINGS")
-    return Path(path).expanduser() if path else platformdirs.user_config_path("afterglow") / "settings.toml"
+    return get_variable_path("AFTERGLOW_SETTINGS") or platformdirs.user_config_path("afterglow") / "settings.toml"
 
 
 def load_command_settings(command: typer.Context) -> Settings:
