@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
 import sqlite3
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 import afterglow
@@ -123,6 +128,43 @@ def test_runs_are_listed_shown_exported_and_verified(run: Command, tmp_path: Pat
     verified = run("runs", "verify")
     assert verified.returncode == 1
     assert "was changed" in verified.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["agent", "chat"])
+def test_the_servers_of_tools_end_with_a_command_that_is_terminated(
+    tmp_path: Path, model: Path, servers: Path, command: str
+) -> None:
+    servers.write_text(servers.read_text().replace("polite", "hang"))  # it ignores the end of its input
+    flags = ["--mcp", str(servers), "--allow", "external", "--context", "4096", "--threads", "1", "--private"]
+    arguments = ["agent", "Do it.", "--model", str(model)] if command == "agent" else ["chat", str(model)]
+    process = subprocess.Popen(
+        [*AFTERGLOW, *arguments, *flags],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "AFTERGLOW_DATA": str(tmp_path)},
+    )
+    assert process.stdin is not None
+    process.stdin.write(b"Do it.")
+    process.stdin.close()
+    try:
+        wait_until(lambda: len(psutil.Process(process.pid).children()) == 1)
+        (server,) = psutil.Process(process.pid).children()
+        time.sleep(3)  # until the call
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+        wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_task_is_required(run: Command) -> None:

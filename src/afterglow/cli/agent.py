@@ -34,6 +34,7 @@ from afterglow.agents.terminal_questions import escape_controls, terminal
 from afterglow.api.options import ChatGenerationOptions
 from afterglow.cli import options
 from afterglow.cli.display import format_truncation
+from afterglow.cli.keyboard import exit_on_signals
 from afterglow.cli.open_model import open_model
 from afterglow.cli.settings import Settings, load_command_settings
 from afterglow.errors import InvalidArgument
@@ -93,7 +94,7 @@ def agent(
         raise InvalidArgument("--resume", "cannot be used with --private, unless --store names the file of the run")
     console = Console(stderr=True)
     given = {name: value for name, value in (("rounds", rounds), ("seconds", seconds)) if value is not None}
-    with open_model(settings, console) as loaded:
+    with exit_on_signals(), open_model(settings, console) as loaded:  # the servers of tools end with the command
         worker = Agent(
             loaded,
             settings.system,

@@ -67,7 +67,7 @@ def chat(
     question = None if is_terminal() else read_standard_input().strip()
     permissions = build_permissions(allow or (), deny or ())
     servers = load_mcp_servers(mcp) if mcp else []
-    with SyncTools(servers, permissions, terminal, call_seconds=CALL_SECONDS) as toolbox:
+    with exit_on_signals(), SyncTools(servers, permissions, terminal, call_seconds=CALL_SECONDS) as toolbox:
         run_chat(command, settings, console, saved, question, toolbox.tools, image or (), audio or (), is_first_run)
 
 
@@ -90,7 +90,6 @@ def run_chat(
     files += [("audio", path) for path in audio]
     flags = {name for name, value in command.params.items() if value is not None}
     with (
-        exit_on_signals(),
         open_model(settings, console) as loaded,
         Repl(loaded, settings, console, flags=flags, directory=directory, initial_files=files, tools=tools) as repl,
     ):
