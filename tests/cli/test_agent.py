@@ -232,6 +232,22 @@ def test_the_mcp_server_compacts_unless_the_settings_say_otherwise(
     assert given.get("overflow") == overflow  # without one, agents compact
 
 
+def test_the_mcp_server_has_no_flag_without_effect_and_writes_nothing_if_it_is_private(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def build(loaded: Any, **values: Any) -> Any:
+        return SimpleNamespace(run=lambda: loaded.complete("x" * 300, max_tokens=1))
+
+    monkeypatch.setattr(agent, "build_mcp_server", build)
+    flags = ("mcp", str(model), "--context", "2048", "--threads", "1", "--disk-cache")
+    refused = run_in_process(*flags, "--system", "Be brief.")
+    assert (refused.returncode, "No such option: --system" in refused.stderr) == (2, True)
+    for private in ([], ["--private"]):
+        cache = tmp_path / f"cache{len(private)}"
+        assert run_in_process(*flags, *private, AFTERGLOW_CACHE=str(cache)).returncode == 0
+        assert (cache / "prefix").exists() == (not private)
+
+
 def test_chat_calls_the_tools_of_a_server(model: Path, servers: Path) -> None:
     result = run_in_process(
         *("chat", str(model), "--mcp", str(servers), "--allow", "external", "--context", "4096", "--threads", "1"),

@@ -41,6 +41,7 @@ from afterglow.errors import InvalidArgument
 from afterglow.paths import get_data_directory
 
 SHOWN_CHARACTERS = 500  # of a result
+MCP_OPTIONS = [name for name in options.GENERATION_OPTIONS if name != "system"]
 McpOption = Annotated[
     Path | None, typer.Option("--mcp", help="JSON file with `mcpServers`, whose tools the model may call.")
 ]
@@ -214,9 +215,12 @@ def get_store_path(path: Path | None) -> Path:
     return path or get_data_directory("agents") / "runs.db"
 
 
-@options.accept_settings([*options.GENERATION_OPTIONS, *options.MODEL_OPTIONS])
+@options.accept_settings([*MCP_OPTIONS, "private", *options.MODEL_OPTIONS])
 def mcp(command: typer.Context, model: options.ModelArgument = None) -> None:
-    """Offer a model to other agents as an MCP server on standard input and output: ask, explain and fork."""
+    """Offer a model to other agents as an MCP server on standard input and output: ask, explain and fork.
+
+    The context that an agent gives is the system prompt.
+    """
     settings = load_command_settings(command)
     with open_model(settings) as loaded:
         build_mcp_server(loaded, **get_generation_options(settings)).run()
