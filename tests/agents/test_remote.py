@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from afterglow.agents import Agent, Outcome, Permissions, Run, effect
+from afterglow.agents.remote import build_fields
 from afterglow.errors import EngineError, InvalidArgument, RequestError
 from afterglow.testing.models.scripted import write_scripted_model
 from afterglow.testing.script import write_call
@@ -73,3 +74,21 @@ def test_errors_of_the_server_name_it(server: ServerProcess) -> None:
         Agent.connect("http://127.0.0.1:9", model="tiny").start("Go.").wait()
     with pytest.raises(InvalidArgument, match="cannot be sent to a server"):
         connect(server, sequence=1).start("Go.").wait()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        *(("url", url) for url in ("localhost:8080", "", "http://", "http://localhost:99999", "http://localhost:x", 5)),
+        *(("api_key", key) for key in ("schlüssel", "two words", "a\nb", 5)),
+    ],
+)
+def test_a_wrong_argument_of_a_connection_is_named(argument: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"`{argument}` must"):
+        Agent.connect(**{"url": "http://localhost:8080", argument: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [("response_format", int), ("chat_template_kwargs", {"date": object()})])
+def test_an_option_that_is_no_json_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"`{name}` cannot be sent to a server"):
+        build_fields({name: value})  # type: ignore[misc]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
+from urllib.parse import urlsplit
 
 from afterglow.api.options import ChatGenerationOptions, SamplingOptions, get_fields
+from afterglow.chat.content import check_text
 from afterglow.chat.messages import Message, to_openai_message
 from afterglow.chat.output.parts import OutputPart, ReasoningDelta, TextDelta, ToolCallDelta, join_parts
 from afterglow.chat.output.response import ChatResponse
@@ -32,6 +35,10 @@ class RemoteEndpoint:
     """A model of a server. `url` is that of the server, with or without `/v1`."""
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+        if not is_server_url(check_text(url, "url")):
+            raise InvalidArgument("url", f"must be http://HOST:PORT or https://HOST, not {url!r}")
+        if api_key and not re.fullmatch("[!-~]+", check_text(api_key, "api_key")):
+            raise InvalidArgument("api_key", "must have only visible characters of ASCII")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = model
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
@@ -174,6 +181,10 @@ def build_fields(options: ChatGenerationOptions) -> dict[str, Any]:
             kinds = {bool: "enable_thinking", int: "reasoning_budget", str: "reasoning_effort"}
             fields[kinds[type(value)]] = value
         elif name in SAME_FIELDS or name in RENAMED_FIELDS:
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise InvalidArgument(name, f"cannot be sent to a server: {error}") from None
             fields[RENAMED_FIELDS.get(name, name)] = value
         else:
             raise InvalidArgument(name, "cannot be sent to a server: it is an option of a model in this process")
@@ -193,6 +204,19 @@ def parse_truncation(report: Mapping[str, Any]) -> Truncation:
     return Truncation(
         **select(Truncation), compaction=Compaction(**select(Compaction)) if "summary" in report else None
     )
+
+
+def is_server_url(url: str) -> bool:
+    """Return whether a text is an HTTP URL with a host and a valid port, if any.
+
+    >>> is_server_url("http://localhost:8080"), is_server_url("localhost:8080"), is_server_url("http://localhost:99999")
+    (True, False, False)
+    """
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
+    except ValueError:  # the port
+        return False
 
 
 def extract_message(text: str) -> str:
