@@ -107,6 +107,20 @@ def test_tools_run_beside_the_event_loop_of_ask_async() -> None:
     assert asyncio.run(ask(wait)) == ["in time"] * MAX_TOOL_ROUNDS
 
 
+def test_a_tool_that_is_a_coroutine_is_called_from_a_program_with_an_event_loop() -> None:
+    async def look() -> str:
+        """Look around."""
+        await asyncio.sleep(0)
+        return "a cat"
+
+    async def ask() -> list[str]:
+        chat = Conversation(ToolCallingModel(), tools=[look])  # type: ignore[arg-type]
+        chat.ask("Where?")  # as in a notebook, whose cells run in an event loop
+        return [message.content for message in chat.messages if message.role == "tool"]
+
+    assert asyncio.run(ask()) == ["a cat"] * MAX_TOOL_ROUNDS
+
+
 ASK: dict[str, Callable[..., Any]] = {
     "ask": lambda chat, **options: chat.ask("x", **options),
     "ask_async": lambda chat, **options: asyncio.run(chat.ask_async("x", **options)),

@@ -7,6 +7,8 @@ import contextlib
 import json
 import logging
 import re
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from afterglow.agents.loop import ToolResult
@@ -75,10 +77,18 @@ def call_tool(tool: Tool, call: ToolCall) -> str:
     try:
         value = tool.call(call.arguments)
         if asyncio.iscoroutine(value):
-            value = asyncio.run(value)
+            value = run_coroutine(value)
     except Exception as error:
         return report_error(tool, error)
     return clean_text(format_value(value), MAX_RESULT_CHARACTERS)
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine to its end: in a thread if this one has an event loop, e.g. that of a notebook."""
+    if asyncio._get_running_loop() is None:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 async def call_tool_async(tool: Tool, call: ToolCall) -> str:
