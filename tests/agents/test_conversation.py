@@ -121,6 +121,24 @@ def test_a_tool_that_is_a_coroutine_is_called_from_a_program_with_an_event_loop(
     assert asyncio.run(ask()) == ["a cat"] * MAX_TOOL_ROUNDS
 
 
+class UnprintableError(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("error", [ValueError(), UnprintableError()], ids=["empty", "unprintable"])
+def test_an_error_without_a_text_is_told_by_its_type(error: Exception) -> None:
+    def look() -> str:
+        """Look around."""
+        raise error
+
+    chat = Conversation(ToolCallingModel(), tools=[look])  # type: ignore[arg-type]
+    chat.ask("Where?")
+    assert chat.messages[2].content == f"error: {type(error).__name__}"
+
+
 ASK: dict[str, Callable[..., Any]] = {
     "ask": lambda chat, **options: chat.ask("x", **options),
     "ask_async": lambda chat, **options: asyncio.run(chat.ask_async("x", **options)),

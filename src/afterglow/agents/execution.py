@@ -108,7 +108,7 @@ def report_error(tool: Tool, error: Exception) -> str:
         logger.info("the model called the tool %s with invalid arguments: %s", tool.name, error)
     else:
         logger.exception("the tool %s raised an error, which the model gets as its result", tool.name)
-    return clean_text(f"error: {error}", MAX_ERROR_CHARACTERS)
+    return clean_text(f"error: {describe_failure(error)}", MAX_ERROR_CHARACTERS)
 
 
 def describe_failure(error: BaseException) -> str:
