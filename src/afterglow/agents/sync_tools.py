@@ -59,7 +59,11 @@ class SyncTools(Closeable):
         return replace(tool.tool, function=call)
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # after Ctrl-C
 
     def close(self) -> None:
         if not self._sources or self._loop.is_closed():
