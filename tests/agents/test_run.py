@@ -369,6 +369,56 @@ def test_waiting_in_an_event_loop_is_refused(model: Model) -> None:
         asyncio.run(wait())
 
 
+async def leave(run: Run, kind: type) -> None:
+    async for event in run:
+        if isinstance(event, kind):
+            break
+
+
+def test_an_answer_ends_with_the_loop_that_is_left(model: Model) -> None:
+    async def count_decodes() -> int:
+        run = Agent(model).start("Go.")
+        await leave(run, Said)
+        await asyncio.sleep(0.2)
+        decodes = model.get_stats().counters["decodes"]
+        await asyncio.sleep(0.3)
+        return model.get_stats().counters["decodes"] - decodes
+
+    assert play(model, ["x" * 4000], count_decodes()) == 0
+
+
+@pytest.mark.parametrize("seconds", [0, 0.05, 0.5], ids=["at once", "while calls end", "later"])
+def test_calls_end_with_the_loop_that_is_left_and_are_made_again(model: Model, seconds: float) -> None:
+    ended: list[str] = []
+
+    @effect("read")
+    async def wait() -> str:
+        """Wait."""
+        try:
+            await asyncio.sleep(0 if ended else 60)
+        finally:
+            await asyncio.sleep(0.2)  # a call may take a moment to end
+            ended.append("wait")
+        return "waited"
+
+    async def leave_and_return() -> str:
+        run = Agent(model, tools=[wait, *Desk().tools]).start("Go.")
+        await leave(run, Result)
+        await asyncio.sleep(seconds)
+        return (await run).text
+
+    calls = f"{write_call('wait')}\n{write_call('look', place='a')}"
+    assert play(model, [calls, "Done."], asyncio.wait_for(leave_and_return(), 30)) == "Done."
+    assert ended == ["wait", "wait"]
+
+
+def test_a_program_may_end_in_a_loop_that_is_left(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+    run = Agent(model, tools=Desk().tools).start("Go.")
+    play(model, [write_call("look", place="a")], leave(run, Result))
+    assert play(model, ["Done."], run._drive()).text == "Done."
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
 def test_a_loop_that_is_left_can_be_continued(model: Model) -> None:
     async def leave_and_return() -> str:
         run = Agent(model, tools=Desk().tools).start("Go.")

@@ -113,6 +113,7 @@ class Run:
         self._running_children: list[Run] = []
         self._epoch = 0  # counts changes of the history from outside
         self._active: AsyncGenerator[AgentEvent, None] | None = None
+        self._leaving: asyncio.Future[None] | None = None
         self._new_events: list[AgentEvent] = []
 
     @property
@@ -128,11 +129,21 @@ class Run:
     # --- the loop
 
     async def __aiter__(self) -> AsyncGenerator[AgentEvent, None]:
-        if self._active is not None:
-            await self._active.aclose()  # an earlier loop that was left
+        await self._leave()
         self._active = events = self._iterate()
-        async for event in events:
-            yield event
+        try:
+            async for event in events:
+                yield event
+        finally:
+            if self._active is events:
+                await self._leave()
+
+    async def _leave(self) -> None:
+        """End what an earlier loop that was left still does: generate, or execute calls."""
+        if self._active is not None:
+            self._leaving, self._active = asyncio.ensure_future(self._active.aclose()), None
+        if self._leaving is not None and not self._leaving.done():
+            await asyncio.shield(self._leaving)
 
     async def _iterate(self) -> AsyncGenerator[AgentEvent, None]:
         await self._open()
