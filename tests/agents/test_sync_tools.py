@@ -48,3 +48,19 @@ def test_a_call_that_is_interrupted_is_cancelled() -> None:
         with pytest.raises(KeyboardInterrupt):
             tool.call("{}")
         assert source.is_cancelled.wait(5)
+
+
+def test_a_tool_that_accepts_any_properties_gets_them() -> None:
+    class Echo(Waiting):
+        async def open(self) -> Sequence[AgentTool]:
+            """Return a tool whose arguments are free."""
+
+            async def echo(arguments: str) -> str:
+                return arguments
+
+            schema = {"type": "object", "properties": {}, "additionalProperties": {"type": "string"}}
+            return [AgentTool(Tool(name="echo", parameters=schema), "read", echo)]
+
+    with SyncTools([Echo()], ALLOW_ALL, lambda question: None, call_seconds=60) as toolbox:
+        (tool,) = toolbox.tools
+        assert tool.call('{"city": "Rome"}') == '{"city": "Rome"}'

@@ -92,7 +92,8 @@ class Tool:
         if not isinstance(values, dict):
             raise InvalidArgument(where, f"must be an object, not {type(values).__name__}")
         known, required = self.parameters.get("properties", {}), self.parameters.get("required", [])
-        if unknown := sorted(set(values) - set(known)):
+        is_open = self.parameters.get("additionalProperties") not in (None, False)
+        if not is_open and (unknown := sorted(set(values) - set(known))):
             raise InvalidArgument(
                 f"{where}.{unknown[0]}", f"is not a parameter; there are {', '.join(known) or 'none'}"
             )
