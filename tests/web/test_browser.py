@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from PIL import Image
@@ -330,6 +331,28 @@ def test_a_server_with_keys_asks_for_one_and_keeps_it_for_the_tab(browser: Brows
         other = context.new_page()  # another tab has a session of its own
         other.goto(server.url)
         expect(other.locator("#api-key")).to_be_visible()
+
+
+def test_the_page_sends_no_requests_while_it_waits_for_a_key(context: BrowserContext) -> None:
+    with run_server(f"tiny={models.get_path('successor-attention')}", "--lazy-load", "--api-key", "secret") as server:
+        page = context.new_page()
+        paths: list[str] = []
+        page.on("request", lambda request: paths.append(urlsplit(request.url).path))
+        page.clock.install()
+        page.goto(server.url)
+        for key in ("wrong", "secret"):
+            expect(page.locator("#api-key")).to_be_visible()
+            expect(page.locator("#api-key")).to_have_value("")
+            paths.clear()
+            page.clock.run_for(10_000)
+            page.wait_for_timeout(200)
+            assert not [path for path in paths if not path.startswith("/web/")]
+            page.locator("#api-key").fill(key)
+            page.locator("#use-key").click()
+        expect(page.locator(".model-picker summary")).to_contain_text("tiny")
+        page.clock.run_for(10_000)
+        page.wait_for_timeout(200)
+        assert paths.count("/v1/models") <= 5  # one with the key, and one every three seconds
 
 
 # --- the prefix tree

@@ -48,6 +48,7 @@ class App extends HTMLElement {
     this.#textDialog.setUp(this.#api, this.#session);
     this.#listen();
     this.#start();
+    this.#session.watch();
   }
 
   #listen() {
@@ -74,7 +75,6 @@ class App extends HTMLElement {
     } catch (error) {
       if (error.status !== 401) this.#report(describe(error));
     }
-    this.#session.watch();
     this.#chatView.focusComposer();
   }
 
@@ -165,7 +165,7 @@ class App extends HTMLElement {
     const { isOnline, needsKey } = this.#session;
     this.#connection.hidden = isOnline;
     replace(this.#connection, "The server cannot be reached. Trying again…");
-    if (isOnline) this.#scheduleRefresh();
+    if (isOnline && !needsKey) this.#scheduleRefresh(); // without a key, each refresh would ask for the next one
     if (needsKey && !this.#keyDialog.open) this.#askForKey();
   }
 
