@@ -535,6 +535,16 @@ def test_live_requests_and_reasons_are_shown(page: Page, server: ServerProcess) 
     expect(marks.filter(has_text="2026-11-17")).to_have_count(1)
 
 
+def test_the_chat_can_be_used_after_going_back_from_the_reason_of_a_response(page: Page) -> None:
+    ask(page, "Why was this computed?")
+    page.locator(".cost").click()
+    expect(page.locator("dialog.difference")).to_be_visible()
+    page.go_back()
+    expect(page.locator("dialog.difference")).to_be_hidden()
+    ask(page, "And this?")
+    assert "strong" in get_last_text(page)
+
+
 def test_a_request_that_ends_while_the_view_opens_is_listed(page: Page, server: ServerProcess) -> None:
     def respond(route: Route) -> None:  # the list of requests is read before the tree, the events after it
         messages = [{"role": "user", "content": "Who asks between the list and the events?"}]

@@ -55,6 +55,7 @@ export class CacheView extends HTMLElement {
   /** Look at the server while this view is shown, and only then. */
   set isActive(value) {
     if (value === (this.#watching !== null)) return;
+    if (!value) this.#requestsView.close();
     this.#watching?.abort();
     this.#watching = value ? new AbortController() : null;
     if (value) this.#watch(this.#watching.signal);

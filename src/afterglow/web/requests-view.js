@@ -70,10 +70,15 @@ export class RequestsView extends HTMLElement {
     try {
       const request = await this.#api.get(`/requests/${encodeURIComponent(id)}`);
       replace(this.#dialog, ...this.#buildDifference(request));
-      this.#dialog.showModal();
+      if (!this.closest("[hidden]")) this.#dialog.showModal();
     } catch (error) {
       this.dispatchEvent(new CustomEvent("problem", { detail: describe(error), bubbles: true }));
     }
+  }
+
+  /** Close the dialog with this view: one that is not shown still blocks the page. */
+  close() {
+    this.#dialog.close();
   }
 
   #buildDifference(request) {
