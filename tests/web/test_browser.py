@@ -187,6 +187,17 @@ def test_stop_ends_a_request_in_its_prefill(page: Page, server: ServerProcess) -
     assert "strong" in get_last_text(page)
 
 
+def test_escape_stops_a_response_whichever_button_asked_for_it(page: Page) -> None:
+    choose_model(page, "tiny")
+    send(page, "hello")
+    for count in (1, 2):
+        expect(page.locator("ag-message .text").last).to_have_text(re.compile("abcdef"))
+        page.keyboard.press("Escape")
+        expect(page.locator(".note")).to_have_text(re.compile("Stopped"))
+        if count == 1:
+            page.get_by_role("button", name="Regenerate").click()
+
+
 def test_an_edit_makes_a_branch_that_appears_in_the_tree(
     page: Page, server: ServerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:

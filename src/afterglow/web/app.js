@@ -150,6 +150,7 @@ class App extends HTMLElement {
     if (event.altKey && event.key.toLowerCase() === "n") this.#startConversation();
     else if (event.altKey && event.key === "1") location.hash = "#/chat";
     else if (event.altKey && event.key === "2") location.hash = "#/cache";
+    else if (event.key === "Escape" && event.target === document.body && !this.#chatView.hidden) this.#chat.stop(); // the button that was clicked is gone
     else return;
     event.preventDefault();
   }
