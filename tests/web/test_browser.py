@@ -366,6 +366,17 @@ def test_the_page_sends_no_requests_while_it_waits_for_a_key(context: BrowserCon
         assert paths.count("/v1/models") <= 5  # one with the key, and one every three seconds
 
 
+def test_a_tab_keeps_its_model_when_another_one_chooses_another(page: Page, server: ServerProcess) -> None:
+    other = page.context.new_page()
+    other.goto(server.url)
+    choose_model(other, "tiny")
+    with page.expect_request("**/v1/chat/completions") as request:
+        ask(page, "Who answers?")
+    assert request.value.post_data_json["model"] == HOSTILE_MODEL
+    other.reload()
+    expect(other.locator(".model-picker summary .model-name")).to_have_text("tiny")
+
+
 # --- the prefix tree
 
 

@@ -10,12 +10,14 @@ export class Session extends EventTarget {
   needsKey = false;
   #api;
   #storage;
+  #chosen; // of this tab: another one may choose another model
   #text = "";
 
   constructor(api, storage) {
     super();
     this.#api = api;
     this.#storage = storage;
+    this.#chosen = storage.getItem(MODEL_NAME);
     api.addEventListener("offline", () => this.#setOnline(false));
     api.addEventListener("online", () => this.#setOnline(true));
     api.addEventListener("unauthorized", () => {
@@ -26,12 +28,12 @@ export class Session extends EventTarget {
 
   /** Name of the model for new requests. */
   get model() {
-    const chosen = this.#storage.getItem(MODEL_NAME);
     const generating = this.models.filter(canChat);
-    return (generating.find(({ id }) => id === chosen) ?? generating[0])?.id ?? null;
+    return (generating.find(({ id }) => id === this.#chosen) ?? generating[0])?.id ?? null;
   }
 
   set model(name) {
+    this.#chosen = name;
     this.#storage.setItem(MODEL_NAME, name);
     this.dispatchEvent(new Event("models"));
   }
