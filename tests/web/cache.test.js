@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { compareTexts } from "../../src/afterglow/web/difference.js";
-import { cleanPrefix, formatAge, formatBytes, formatPrefill, formatRate, formatSeconds } from "../../src/afterglow/web/format.js";
+import { cleanPrefix, firstLine, formatAge, formatBytes, formatPrefill, formatRate, formatSeconds } from "../../src/afterglow/web/format.js";
 import { applyEvent, isLive } from "../../src/afterglow/web/live.js";
 import { isSamePrompt, parsePrompt } from "../../src/afterglow/web/prompt-text.js";
 import { buildForest, chooseMarks, getNeighbour, getTier, layoutTree } from "../../src/afterglow/web/tree-layout.js";
@@ -129,6 +129,12 @@ test("numbers are written for people", () => {
   assert.deepEqual([formatAge(3), formatAge(300), formatAge(90_000)], ["just now", "5 min ago", "1 d ago"]);
   assert.deepEqual([formatRate(41.2), formatRate(4.127)], ["41 tok/s", "4.1 tok/s"]);
   assert.equal(formatPrefill(3120, 8412, 3), "prefill 3,120 of 8,412 · 3.0 s left");
+});
+
+test("a title ends with a whole character", () => {
+  for (let length = 50; length < 62; length += 1) assert.ok(firstLine(`${"x".repeat(length)}😀😀 and more text`).isWellFormed());
+  assert.equal(firstLine(`${"x".repeat(57)}😀 and more`), `${"x".repeat(57)}😀…`);
+  assert.equal(firstLine(`${"x".repeat(58)}😀 and more`), `${"x".repeat(58)}…`);
 });
 
 test("the first words of a prefix are shown without control tokens", () => {

@@ -55,7 +55,7 @@ export function formatPrefill(done, total, secondsLeft) {
 /** The first line of a text, for titles. */
 export function firstLine(text, length = 60) {
   const line = text.trim().split("\n", 1)[0].trim();
-  return line.length > length ? `${line.slice(0, length - 1).trimEnd()}…` : line;
+  return line.length > length ? `${line.slice(0, length - 1).replace(/\p{Cs}$/u, "").trimEnd()}…` : line; // no half of a character
 }
 
 /** First words of a prefix without control tokens: "<|im_start|>user Hi" -> "user: Hi". */
