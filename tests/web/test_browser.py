@@ -325,6 +325,23 @@ def test_an_image_is_attached_and_a_model_that_sees_nothing_is_named(page: Page)
     expect(page.locator("ag-message img")).to_have_attribute("src", re.compile("^data:image/png;base64,"))
 
 
+def test_a_message_waits_for_the_file_that_is_attached_to_it(page: Page) -> None:
+    page.evaluate(
+        """() => {
+            const read = File.prototype.arrayBuffer;
+            File.prototype.arrayBuffer = async function () {
+                await new Promise(resolve => setTimeout(resolve, 1000));
+                return read.call(this);
+            };
+        }"""
+    )
+    file = {"name": "notes.txt", "mimeType": "text/plain", "buffer": b"Low tide is at noon."}
+    page.locator("ag-composer input[type=file]").set_input_files([file])  # type: ignore[list-item]
+    ask(page, "When is low tide?")
+    expect(page.locator("ag-message .file-name")).to_have_text("notes.txt")
+    expect(page.locator("ag-composer .file-name")).to_have_count(0)
+
+
 def test_a_server_with_keys_asks_for_one_and_keeps_it_for_the_tab(browser: Browser, context: BrowserContext) -> None:
     arguments = (f"tiny={models.get_path('successor-attention')}", "--lazy-load", "--api-key", "secret")
     with run_server(*arguments) as server:

@@ -8,6 +8,7 @@ import { buildFile } from "./message-view.js";
 /** Dispatches "send" with `{text, files}`, "stop", and "problem" with a text. */
 export class Composer extends HTMLElement {
   #files = [];
+  #reading = Promise.resolve(); // files that are not in the list yet
   #list = h("div", { class: "files" });
   #input = h("textarea", { id: "composer-text", rows: 1, placeholder: "Write a message", "aria-label": "Message", onkeydown: (event) => this.#onKey(event), oninput: () => this.#resize() });
   #picker = h("input", { type: "file", multiple: true, hidden: true, "aria-hidden": "true", onchange: () => this.#pick() });
@@ -60,7 +61,11 @@ export class Composer extends HTMLElement {
     this.#showFiles();
   }
 
-  async addFiles(files) {
+  addFiles(files) {
+    this.#reading = this.#reading.then(() => this.#readFiles(files));
+  }
+
+  async #readFiles(files) {
     for (const file of files) {
       try {
         this.#files = [...this.#files, await readAttachment(file)];
@@ -78,7 +83,8 @@ export class Composer extends HTMLElement {
     }
   }
 
-  #submit() {
+  async #submit() {
+    await this.#reading;
     const text = this.text.trim();
     if (!this.#send.hidden && (text || this.#files.length)) {
       this.dispatchEvent(new CustomEvent("send", { detail: { text, files: this.#files } }));
