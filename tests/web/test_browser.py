@@ -584,6 +584,25 @@ def test_the_chat_can_be_used_after_going_back_from_the_reason_of_a_response(pag
     assert "strong" in get_last_text(page)
 
 
+def test_a_hidden_tab_with_the_cache_holds_no_connection(page: Page) -> None:
+    def show(state: str) -> None:
+        page.evaluate(
+            """state => {
+                Object.defineProperty(document, "visibilityState", { value: state, configurable: true });
+                document.dispatchEvent(new Event("visibilitychange"));
+            }""",
+            state,
+        )
+
+    with page.expect_request("**/events?*"):
+        page.locator(".tab").filter(has_text="Cache").click()
+    with page.expect_event("requestfailed", lambda request: "/events?" in request.url):
+        show("hidden")
+    with page.expect_request("**/events?*"):
+        show("visible")
+    expect(page.locator(".live-requests")).to_contain_text("Nothing is running")
+
+
 def test_a_request_that_ends_while_the_view_opens_is_listed(page: Page, server: ServerProcess) -> None:
     def respond(route: Route) -> None:  # the list of requests is read before the tree, the events after it
         messages = [{"role": "user", "content": "Who asks between the list and the events?"}]

@@ -25,6 +25,7 @@ export class CacheView extends HTMLElement {
   #tree = null;
   #requests = [];
   #selected = null;
+  #isActive = false;
   #watching = null; // AbortController while the view is shown
   #dirty = 0;
   #looks = 0; // at the tree: number of the last one that was asked for
@@ -47,18 +48,25 @@ export class CacheView extends HTMLElement {
     this.append(head, h("div", { class: "cache-body" }, this.#view, this.#card), this.#requestsView);
     this.#view.addEventListener("select", (event) => this.#select(event.detail));
     this.#view.addEventListener("hover", (event) => this.#showCard(event.detail ?? this.#selected));
+    document.addEventListener("visibilitychange", () => this.#follow());
     session.addEventListener("models", () => { if (this.#watching && this.#tree?.model !== session.model) this.#reload().catch(() => {}); });
     this.#showCard(null);
     return this;
   }
 
-  /** Look at the server while this view is shown, and only then. */
   set isActive(value) {
-    if (value === (this.#watching !== null)) return;
+    this.#isActive = value;
     if (!value) this.#requestsView.close();
+    this.#follow();
+  }
+
+  /** Look at the server while this view is shown, and only then. A browser opens few connections: hidden tabs need none. */
+  #follow() {
+    const isShown = this.#isActive && document.visibilityState === "visible";
+    if (isShown === (this.#watching !== null)) return;
     this.#watching?.abort();
-    this.#watching = value ? new AbortController() : null;
-    if (value) this.#watch(this.#watching.signal);
+    this.#watching = isShown ? new AbortController() : null;
+    if (isShown) this.#watch(this.#watching.signal);
   }
 
   /** Show what a request reused and where its prompt differs from the cache. */
