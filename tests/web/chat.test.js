@@ -173,6 +173,13 @@ test("an error event of a stream is an error", async () => {
   assert.deepEqual([chat.path[1].message.content, chat.path[1].info.error], ["He", "out of memory"]);
 });
 
+test("a stream that ends without a finish reason is a lost connection", async () => {
+  const { server, chat } = start();
+  server.chunks = [{ choices: [{ delta: { content: "Half of the" } }] }];
+  await chat.send("Hi", [], "tiny");
+  assert.deepEqual([chat.path[1].message.content, chat.path[1].info.state, chat.path[1].info.error], ["Half of the", "failed", "the connection to the server was lost"]);
+});
+
 test("a server that is gone is an error with status 0", async () => {
   const api = new Api({ getItem: () => null }, async () => { throw new TypeError("failed"); });
   await assert.rejects(api.get("/health"), (error) => error instanceof ApiError && error.status === 0);

@@ -140,6 +140,7 @@ export class Chat extends EventTarget {
       for await (const chunk of this.#api.stream("POST", "/v1/chat/completions", request, generation.abort.signal, onResponse)) {
         this.#read(chunk, generation);
       }
+      if (!node.info.finish_reason) throw new Error("the stream ended early");
       this.#finish(generation, { state: "complete" });
     } catch (error) {
       const isStopped = generation.abort.signal.aborted;
