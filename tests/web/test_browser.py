@@ -252,6 +252,16 @@ def test_a_reload_keeps_branches_settings_and_the_open_conversation(page: Page) 
     expect(page.locator("ag-settings input[name=temperature]")).to_have_value("0.5")
 
 
+def test_a_reload_after_a_look_at_the_cache_keeps_the_open_conversation(page: Page) -> None:
+    ask(page, "Which tide is the highest?")
+    address = page.url
+    for name in ("Cache", "Chat"):
+        page.locator(".tab").filter(has_text=name).click()
+    expect(page).to_have_url(address)
+    page.reload()
+    expect(page.locator("ag-message")).to_have_count(2)
+
+
 def test_a_title_can_be_written_while_the_list_is_refreshed(page: Page) -> None:
     ask(page, "What is a title?")
     row = page.locator(".conversations .current")

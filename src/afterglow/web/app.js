@@ -88,7 +88,9 @@ class App extends HTMLElement {
     this.classList.toggle("shows-cache", isCache);
     for (const tab of this.querySelectorAll(".tab")) tab.toggleAttribute("aria-current", tab.dataset.view === (isCache ? "#/cache" : "#/chat"));
     if (isCache && id) this.#cacheView.openRequest(decodeURIComponent(id));
-    if (isCache || !id || id === this.#chat.conversation.id) return;
+    if (isCache) return;
+    if (!id) return this.#followChat();
+    if (id === this.#chat.conversation.id) return;
     try {
       await this.#chat.open(decodeURIComponent(id));
     } catch (error) {
