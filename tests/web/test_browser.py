@@ -274,6 +274,20 @@ def test_a_title_can_be_written_while_the_list_is_refreshed(page: Page) -> None:
     expect(page.locator(".conversations .current .title")).to_have_text("A title of two parts")
 
 
+def test_the_focus_stays_in_the_list_while_it_is_refreshed(page: Page) -> None:
+    ask(page, "What is a focus?")
+    row = page.locator(".conversations .current .conversation")
+    expect(row).to_be_visible()
+    page.wait_for_timeout(1000)  # the refresh after the response
+    row.focus()
+    page.locator("ag-sidebar").evaluate("sidebar => sidebar.refresh()")  # as when a response is saved
+    expect(row).to_be_focused()
+    row.hover()
+    page.locator(".conversations .current").get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Keep").click()
+    expect(row).to_be_visible()
+
+
 def test_a_killed_engine_shows_and_recovers(page: Page, server: ServerProcess) -> None:
     choose_model(page, "tiny")
     send(page, "go on")

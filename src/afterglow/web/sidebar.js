@@ -13,6 +13,7 @@ export class Sidebar extends HTMLElement {
   #conversations = [];
   #current = null;
   #isEditing = false; // a row has an input or a question: the list is not built again
+  #shown = null; // what the rows show; null: other things
   #refreshes = 0;
   #search = h("input", { type: "search", placeholder: "Search", "aria-label": "Search conversations", oninput: () => this.#show() });
   #list = h("ul", { class: "conversations" });
@@ -50,6 +51,9 @@ export class Sidebar extends HTMLElement {
     if (this.#isEditing) return;
     const words = this.#search.value.trim().toLowerCase();
     const shown = this.#conversations.filter(({ title }) => title.toLowerCase().includes(words));
+    const rows = JSON.stringify([this.#current, words, shown.map(({ id, title, updated }) => [id, title, formatRowAge(updated)])]);
+    if (rows === this.#shown) return; // a row that is built again loses the focus, and a click that is under way
+    this.#shown = rows;
     replace(this.#list, shown.map((conversation) => this.#buildRow(conversation)));
     if (!shown.length) replace(this.#list, h("li", { class: "empty" }, words ? "Nothing found." : "No conversations yet."));
   }
@@ -58,12 +62,17 @@ export class Sidebar extends HTMLElement {
     const { id, title, updated } = conversation;
     const isCurrent = id === this.#current;
     const open = h("button", { type: "button", class: "conversation", "aria-current": isCurrent && "true", onclick: () => this.dispatchEvent(new CustomEvent("open", { detail: id })) },
-      h("span", { class: "title" }, title || "Untitled"), h("span", { class: "age" }, formatAge(Date.now() / 1000 - updated)));
+      h("span", { class: "title" }, title || "Untitled"), h("span", { class: "age" }, formatRowAge(updated)));
     const row = h("li", { class: isCurrent && "current" }, open, h("span", { class: "row-actions" },
       iconButton(icons.EDIT, `Rename ${title}`, () => this.#rename(row, conversation)),
       iconButton(icons.DOWNLOAD, `Export ${title}`, () => this.#exportOne(id)),
       iconButton(icons.TRASH, `Delete ${title}`, () => this.#confirmDelete(row, conversation))));
     return row;
+  }
+
+  #startEditing() {
+    this.#isEditing = true;
+    this.#shown = null;
   }
 
   #rename(row, { id, title }) {
@@ -82,7 +91,7 @@ export class Sidebar extends HTMLElement {
       if (event.key === "Escape") finish(false);
     });
     input.addEventListener("blur", () => finish(true));
-    this.#isEditing = true;
+    this.#startEditing();
     replace(row, input);
     input.select();
   }
@@ -94,7 +103,7 @@ export class Sidebar extends HTMLElement {
     };
     const remove = h("button", { type: "button", class: "small danger", onclick: answer(() => this.#delete(id)) }, "Delete");
     const cancel = h("button", { type: "button", class: "small", onclick: answer(async () => this.#show()) }, "Keep");
-    this.#isEditing = true;
+    this.#startEditing();
     replace(row, h("span", { class: "confirm" }, h("span", {}, `Delete “${firstLine(title, 30)}”?`), remove, cancel));
     remove.focus();
   }
@@ -132,6 +141,10 @@ export class Sidebar extends HTMLElement {
       this.dispatchEvent(new CustomEvent("problem", { detail: text, bubbles: true }));
     });
   }
+}
+
+function formatRowAge(updated) {
+  return formatAge(Date.now() / 1000 - updated);
 }
 
 /** Save a value as a JSON file, or a blob as it is. */
