@@ -13,8 +13,9 @@ class RecordedServer {
   chunks = [{ choices: [{ delta: { content: "Hello" } }] }, { choices: [{ delta: {}, finish_reason: "stop" }] }, { choices: [], usage: { prompt_tokens: 9, completion_tokens: 2, prompt_tokens_details: { cached_tokens: 4 } } }];
   failure = null;
 
-  fetch = async (path, { method, body, signal, headers }) => {
-    const request = { path, method, body: body && JSON.parse(body), headers };
+  fetch = async (path, { method, body, signal, headers, keepalive }) => {
+    if (keepalive && Buffer.byteLength(body) > 65_536) throw new TypeError("Failed to fetch"); // as browsers do
+    const request = { path, method, body: body && JSON.parse(body), headers, keepalive };
     this.requests.push(request);
     if (path === "/v1/chat/completions") return this.#stream(signal);
     return Response.json({ id: "c1", title: request.body?.title ?? "", leaf: null, settings: request.body?.settings ?? {}, messages: [] });
@@ -106,6 +107,17 @@ test("leaving a conversation saves and stops its response, and not that of the n
   assert.deepEqual(chat.path.map(({ message }) => message.content), ["two", "Hel"]);
   chat.stop();
   await second;
+});
+
+test("leaving a conversation saves a long response, too", async () => {
+  const { server, chat } = start();
+  server.chunks = [{ choices: [{ delta: { content: "é".repeat(40_000) } }] }, "wait"];
+  const sent = chat.send("one", [], "tiny");
+  await new Promise((resolve) => chat.addEventListener("stream", resolve, { once: true }));
+  chat.start();
+  await sent;
+  const { keepalive, body } = server.puts.at(-1);
+  assert.deepEqual([Boolean(keepalive), body.message.content.length], [false, 40_000]);
 });
 
 test("of two conversations that load at once, the one that was chosen last is shown", async () => {

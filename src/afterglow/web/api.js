@@ -3,6 +3,7 @@
 import { readEvents } from "./sse.js";
 
 const KEY_NAME = "afterglow-api-key";
+const MAX_KEEPALIVE_BYTES = 60_000; // browsers refuse 64 KiB and more
 
 /** An error response of the server, or `status` 0 if it cannot be reached. */
 export class ApiError extends Error {
@@ -56,7 +57,9 @@ export class Api extends EventTarget {
   async request(method, path, body, { signal, keepalive } = {}) {
     const headers = body === undefined ? {} : { "Content-Type": "application/json" };
     if (this.key) headers.Authorization = `Bearer ${this.key}`;
-    const init = { method, headers, signal, keepalive, body: body === undefined ? undefined : JSON.stringify(body) };
+    const text = body === undefined ? undefined : JSON.stringify(body);
+    const isSmall = keepalive && new Blob([text]).size < MAX_KEEPALIVE_BYTES;
+    const init = { method, headers, signal, keepalive: isSmall, body: text };
     let response;
     try {
       response = await this.#fetch(path, init);
