@@ -192,6 +192,13 @@ test("a stream that ends without a finish reason is a lost connection", async ()
   assert.deepEqual([chat.path[1].message.content, chat.path[1].info.state, chat.path[1].info.error], ["Half of the", "failed", "the connection to the server was lost"]);
 });
 
+test("a key of any characters can be sent in a header", async () => {
+  const headers = [];
+  const api = new Api({ getItem: () => "cle\u0301\u200b" }, async (path, init) => { headers.push(new Headers(init.headers)); return Response.json({}); });
+  await api.get("/v1/models");
+  assert.equal(Buffer.from(headers[0].get("authorization"), "latin1").toString(), "Bearer cle\u0301\u200b");
+});
+
 test("a server that is gone is an error with status 0", async () => {
   const api = new Api({ getItem: () => null }, async () => { throw new TypeError("failed"); });
   await assert.rejects(api.get("/health"), (error) => error instanceof ApiError && error.status === 0);

@@ -56,7 +56,7 @@ export class Api extends EventTarget {
   /** Send a request and return the response. Raises `ApiError` for every status but 2xx and 304. */
   async request(method, path, body, { signal, keepalive } = {}) {
     const headers = body === undefined ? {} : { "Content-Type": "application/json" };
-    if (this.key) headers.Authorization = `Bearer ${this.key}`;
+    if (this.key) headers.Authorization = `Bearer ${encodeHeader(this.key)}`;
     const text = body === undefined ? undefined : JSON.stringify(body);
     const isSmall = keepalive && new Blob([text]).size < MAX_KEEPALIVE_BYTES;
     const init = { method, headers, signal, keepalive: isSmall, body: text };
@@ -91,6 +91,11 @@ export class Api extends EventTarget {
     const response = await this.request(method, path, body, options);
     return response.status === 304 ? null : response.json();
   }
+}
+
+/** A text as its bytes in UTF-8: a browser refuses to send other characters in a header. */
+function encodeHeader(text) {
+  return String.fromCharCode(...new TextEncoder().encode(text));
 }
 
 async function readError(response) {
