@@ -349,6 +349,21 @@ def test_an_image_is_attached_and_a_model_that_sees_nothing_is_named(page: Page)
     expect(page.locator("ag-message img")).to_have_attribute("src", re.compile("^data:image/png;base64,"))
 
 
+def test_text_can_be_dragged_into_the_message(page: Page) -> None:
+    page.evaluate(
+        """() => {
+            const text = document.createElement("p");
+            text.id = "dragged";
+            text.draggable = true;
+            text.textContent = "A dragged word";
+            text.addEventListener("dragstart", event => event.dataTransfer.setData("text/plain", "A dragged word"));
+            document.querySelector(".messages").append(text);
+        }"""
+    )
+    page.locator("#dragged").drag_to(page.locator("#composer-text"))
+    expect(page.locator("#composer-text")).to_have_value("A dragged word")
+
+
 def test_a_message_waits_for_the_file_that_is_attached_to_it(page: Page) -> None:
     page.evaluate(
         """() => {

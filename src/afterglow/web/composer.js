@@ -103,6 +103,7 @@ export class Composer extends HTMLElement {
   }
 
   #onDrag(event) {
+    if (!event.dataTransfer.types.includes("Files")) return; // the browser moves text itself
     event.preventDefault();
     this.classList.toggle("dropping", event.type === "dragover");
     if (event.type === "drop") this.#takeFiles(event, event.dataTransfer.files);
