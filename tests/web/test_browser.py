@@ -274,6 +274,18 @@ def test_a_title_can_be_written_while_the_list_is_refreshed(page: Page) -> None:
     expect(page.locator(".conversations .current .title")).to_have_text("A title of two parts")
 
 
+def test_what_was_imported_before_an_error_is_listed(page: Page) -> None:
+    def build(title: str, parent: str | None) -> dict[str, Any]:
+        message = {"id": "a", "parent": parent, "message": {"role": "user", "content": "x"}}
+        return {"title": title, "messages": [message]}
+
+    document = {"conversations": [build("A whole import", None), build("A damaged import", "gone")]}
+    file = {"name": "all.json", "mimeType": "application/json", "buffer": json.dumps(document).encode()}
+    page.locator("#import-file").set_input_files([file])  # type: ignore[list-item]
+    expect(page.locator(".toast")).to_contain_text("no message 'gone'")
+    expect(page.locator(".conversations .title").first).to_have_text("A whole import")
+
+
 def test_the_focus_stays_in_the_list_while_it_is_refreshed(page: Page) -> None:
     ask(page, "What is a focus?")
     row = page.locator(".conversations .current .conversation")

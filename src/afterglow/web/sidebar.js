@@ -131,8 +131,7 @@ export class Sidebar extends HTMLElement {
     await this.#run(file.text().then(async (text) => {
       const { conversations, ...format } = JSON.parse(text);
       for (const conversation of conversations) await this.#api.post("/conversations/import", { ...format, conversations: [conversation] });
-      await this.refresh();
-    }));
+    }).finally(() => this.refresh()));
   }
 
   #run(promise) {
