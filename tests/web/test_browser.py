@@ -274,6 +274,22 @@ def test_a_title_can_be_written_while_the_list_is_refreshed(page: Page) -> None:
     expect(page.locator(".conversations .current .title")).to_have_text("A title of two parts")
 
 
+def test_a_title_that_cannot_be_saved_can_be_written_again(page: Page) -> None:
+    ask(page, "What is a name?")
+    error = {"error": {"message": "no space is left"}}
+    page.route("**/conversations/*", lambda route: route.fulfill(status=503, json=error), times=1)
+    row = page.locator(".conversations .current")
+    for title in ("One name", "Another name"):
+        row.hover()
+        row.get_by_role("button", name="Rename").click()
+        page.keyboard.type(title)
+        composed = {"key": "Enter", "isComposing": True, "bubbles": True}  # ends the input of a Japanese word
+        row.locator("input").dispatch_event("keydown", composed)
+        expect(row.locator("input")).to_have_value(title)
+        page.keyboard.press("Enter")
+        expect(row.locator(".title")).to_have_text("What is a name?" if title == "One name" else title)
+
+
 def test_what_was_imported_before_an_error_is_listed(page: Page) -> None:
     def build(title: str, parent: str | None) -> dict[str, Any]:
         message = {"id": "a", "parent": parent, "message": {"role": "user", "content": "x"}}

@@ -83,11 +83,11 @@ export class Sidebar extends HTMLElement {
       isDone = true;
       this.#isEditing = false;
       const next = input.value.trim();
-      if (isKept && next && next !== title) this.#run(this.#api.patch(`/conversations/${id}`, { title: next }).then(() => this.refresh()));
+      if (isKept && next && next !== title) this.#run(this.#api.patch(`/conversations/${id}`, { title: next }).then(() => this.refresh()).finally(() => this.#show()));
       else this.#show();
     };
     input.addEventListener("keydown", (event) => {
-      if (event.key === "Enter") finish(true);
+      if (event.key === "Enter" && !event.isComposing) finish(true);
       if (event.key === "Escape") finish(false);
     });
     input.addEventListener("blur", () => finish(true));
