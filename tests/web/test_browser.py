@@ -252,6 +252,17 @@ def test_a_reload_keeps_branches_settings_and_the_open_conversation(page: Page) 
     expect(page.locator("ag-settings input[name=temperature]")).to_have_value("0.5")
 
 
+def test_a_sampling_value_may_lie_between_the_steps_of_its_input(page: Page) -> None:
+    page.locator("#settings").click()
+    for name, value in {"temperature": "0.72", "min_p": "0.025", "top_k": "2.5"}.items():
+        page.locator(f"ag-settings input[name={name}]").fill(value)
+        page.keyboard.press("Tab")
+    with page.expect_request("**/v1/chat/completions") as request:
+        ask(page, "How warm is it?")
+    body = request.value.post_data_json
+    assert (body["temperature"], body["min_p"], "top_k" in body) == (0.72, 0.025, False)
+
+
 def test_a_reload_after_a_look_at_the_cache_keeps_the_open_conversation(page: Page) -> None:
     ask(page, "Which tide is the highest?")
     address = page.url

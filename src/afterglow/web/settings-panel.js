@@ -41,7 +41,8 @@ export class SettingsPanel extends HTMLElement {
   #buildField({ name, label, ...limits }) {
     const input = h("input", { type: "number", name, inputmode: "decimal", ...limits, value: this.#settings.sampling?.[name] ?? "", placeholder: formatDefault(this.#defaults[name]) });
     input.addEventListener("change", () => {
-      if (!input.reportValidity()) return;
+      const isBetweenSteps = limits.step < 1 && input.validity.stepMismatch; // the steps of a fraction are those of the arrows
+      if (!isBetweenSteps && !input.reportValidity()) return;
       this.#changeSampling(name, input.value === "" ? undefined : Number(input.value));
     });
     return h("label", { class: "field" }, h("span", {}, label), input);
