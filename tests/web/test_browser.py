@@ -692,6 +692,23 @@ def test_a_request_that_ends_while_the_view_opens_is_listed(page: Page, server: 
     expect(page.locator(".request").first).to_contain_text("between the list and the events")
 
 
+def test_the_shortcuts_work_with_the_characters_that_macos_types_for_them(page: Page) -> None:
+    ask(page, "hello Mac")
+
+    def press(key: str, code: str) -> None:
+        event = {"key": key, "code": code, "altKey": True, "bubbles": True}
+        page.locator("body").dispatch_event("keydown", event)
+
+    press("™", "Digit2")
+    expect(page.locator("ag-cache")).to_be_visible()
+    press("¡", "Digit1")
+    expect(page.locator("ag-message")).to_have_count(2)
+    press("b", "KeyN")  # a keyboard with other letters
+    expect(page.locator("ag-message")).to_have_count(2)
+    press("Dead", "KeyN")
+    expect(page.locator("ag-message")).to_have_count(0)
+
+
 def test_the_views_work_with_the_keyboard_and_on_a_narrow_screen(page: Page) -> None:
     ask(page, "hello keyboard")
     page.keyboard.press("Alt+2")

@@ -149,9 +149,11 @@ class App extends HTMLElement {
   }
 
   #onKey(event) {
-    if (event.altKey && event.key.toLowerCase() === "n") this.#startConversation();
-    else if (event.altKey && event.key === "1") location.hash = "#/chat";
-    else if (event.altKey && event.key === "2") location.hash = "#/cache";
+    const isShortcut = event.altKey && !event.ctrlKey && !event.metaKey;
+    const isKey = (key, code) => isShortcut && (event.key.toLowerCase() === key || (event.code === code && !/^[a-z0-9]$/i.test(event.key))); // on macOS, Alt types other characters
+    if (isKey("n", "KeyN")) this.#startConversation();
+    else if (isKey("1", "Digit1")) location.hash = "#/chat";
+    else if (isKey("2", "Digit2")) location.hash = "#/cache";
     else if (event.key === "Escape" && event.target === document.body && !this.#chatView.hidden) this.#chat.stop(); // the button that was clicked is gone
     else return;
     event.preventDefault();
