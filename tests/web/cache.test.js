@@ -125,6 +125,7 @@ test("a rendered prompt is compared as far as both go", () => {
 
 test("numbers are written for people", () => {
   assert.deepEqual([formatSeconds(0.042), formatSeconds(3.14), formatSeconds(75), formatSeconds(7260)], ["42 ms", "3.1 s", "1 min 15 s", "2 h 1 min"]);
+  assert.deepEqual([formatBytes(1023), formatBytes(1024 ** 2 - 1), formatBytes(1024 ** 3 - 1)], ["1023 B", "1.0 MiB", "1.0 GiB"]);
   assert.deepEqual([formatBytes(12), formatBytes(1536), formatBytes(3 * 1024 ** 3)], ["12 B", "1.5 KiB", "3.0 GiB"]);
   assert.deepEqual([formatAge(3), formatAge(300), formatAge(90_000)], ["just now", "5 min ago", "1 d ago"]);
   assert.deepEqual([formatRate(41.2), formatRate(4.127)], ["41 tok/s", "4.1 tok/s"]);

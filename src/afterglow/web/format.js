@@ -11,7 +11,7 @@ export function formatCount(value) {
 export function formatBytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
-  while (value >= 1024 && unit < units.length - 1) {
+  while (value >= 1023.5 && unit < units.length - 1) {
     value /= 1024;
     unit += 1;
   }
