@@ -73,4 +73,5 @@ test("files are content parts with a name, and the text is what remains", () => 
 
 test("the fence of a text file cannot be closed by its text", () => {
   assert.equal(formatFile("a.md", "```\nx\n```"), "a.md\n````\n```\nx\n```\n````");
+  assert.ok(formatFile("schema.sql", "`a`\n".repeat(250_000)).endsWith("\n```"));
 });

@@ -22,7 +22,7 @@ export async function readAttachment(file) {
 
 /** A text file as a part of a prompt: its name, and its content in a fence that the content cannot close. */
 export function formatFile(name, text) {
-  const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length));
+  const longest = (text.match(/`+/g) ?? []).reduce((most, run) => Math.max(most, run.length), 2);
   const fence = "`".repeat(longest + 1);
   return `${name}\n${fence}\n${text}\n${fence}`;
 }
