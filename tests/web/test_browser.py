@@ -231,6 +231,25 @@ def test_an_edit_makes_a_branch_that_appears_in_the_tree(
     assert by_id[parents.pop()]["sharers"] >= 2
 
 
+def test_an_edit_stays_while_the_settings_change(page: Page) -> None:
+    ask(page, "What is an edit?")
+    page.get_by_role("button", name="Edit: a new branch").first.click()
+    page.locator("textarea.edit").fill("A better question")
+    page.locator("#settings").click()
+    page.locator("ag-settings input[name=temperature]").fill("0.5")
+    page.keyboard.press("Tab")
+    expect(page.locator("textarea.edit")).to_have_value("A better question")
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator("ag-message .text").first).to_have_text("What is an edit?")
+    page.get_by_role("button", name="Edit: a new branch").first.click()
+    page.locator("textarea.edit").fill("A better question")
+    page.get_by_role("button", name="Send as a new branch").click()
+    expect(page.locator(".branch-number").first).to_have_text("2/2")
+    wait_for_response(page)
+    page.get_by_role("button", name="Previous branch").first.click()
+    expect(page.locator("ag-message .text").first).to_have_text("What is an edit?")
+
+
 def test_a_reload_keeps_branches_settings_and_the_open_conversation(page: Page) -> None:
     page.locator("#settings").click()
     page.locator("ag-settings textarea").first.fill("You are a lighthouse.")

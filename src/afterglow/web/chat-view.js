@@ -23,6 +23,13 @@ export class ChatView extends HTMLElement {
   #settings = h("ag-settings", { hidden: true });
   #context = h("span", { class: "context", title: "Tokens of this conversation in the context" });
   #welcome = h("div", { class: "welcome" });
+  #actions = {
+    edit: (view) => this.#edit(view),
+    regenerate: (node) => this.#generate(() => this.#chat.regenerate(node.id, this.#session.model)),
+    continue: () => this.#generate(() => this.#chat.continueResponse(this.#session.model)),
+    remove: (node) => this.#run(this.#chat.deleteMessage(node.id)),
+    switchBranch: (node, offset) => this.#run(this.#chat.switchBranch(node.id, offset)),
+  };
   #isSending = false;
   #pending = 0;
   #delay = MIN_DELAY_MS;
@@ -84,7 +91,7 @@ export class ChatView extends HTMLElement {
   #edit(view) {
     const before = getText(view.node);
     const input = h("textarea", { class: "edit", value: before, "aria-label": "Edit the message", rows: Math.min(12, before.split("\n").length + 1) });
-    const cancel = () => this.#show();
+    const cancel = () => view.setUp(this.#chat, view.node, this.#actions);
     const save = () => (input.value.trim() ? this.#generate(() => this.#chat.edit(view.node.id, input.value.trim(), this.#session.model)) : undefined);
     input.addEventListener("keydown", (event) => {
       if (event.key === "Escape") cancel();
@@ -118,21 +125,12 @@ export class ChatView extends HTMLElement {
   #show() {
     const isAtEnd = this.#isAtEnd();
     const { path } = this.#chat;
-    const actions = {
-      edit: (view) => this.#edit(view),
-      regenerate: (node) => this.#generate(() => this.#chat.regenerate(node.id, this.#session.model)),
-      continue: () => this.#generate(() => this.#chat.continueResponse(this.#session.model)),
-      remove: (node) => this.#run(this.#chat.deleteMessage(node.id)),
-      switchBranch: (node, offset) => this.#run(this.#chat.switchBranch(node.id, offset)),
-    };
     const before = new Map([...this.#messages.children].map((view) => [view.dataset.id, view]));
     const views = path.map((node) => {
       const view = before.get(node.id);
-      if (!view?.querySelector(".edit") && view) {
-        view.update(node);
-        return view;
-      }
-      return new MessageView().setUp(this.#chat, node, actions);
+      if (!view) return new MessageView().setUp(this.#chat, node, this.#actions);
+      view.update(node);
+      return view;
     });
     replace(this.#messages, views);
     this.#showWelcome(path);
