@@ -491,6 +491,16 @@ def test_a_tab_keeps_its_model_when_another_one_chooses_another(page: Page, serv
     expect(other.locator(".model-picker summary .model-name")).to_have_text("tiny")
 
 
+def test_the_model_menu_stays_open_while_a_model_is_loaded(page: Page) -> None:
+    picker = page.locator(".model-picker")
+    picker.locator("summary").click()
+    for name in ("Unload colors", "Load colors"):
+        picker.get_by_role("button", name=name).click()
+    expect(picker.get_by_role("button", name="Unload colors")).to_be_enabled()
+    page.locator("#composer-text").click()
+    expect(picker.locator(".models")).to_be_hidden()
+
+
 # --- the prefix tree
 
 

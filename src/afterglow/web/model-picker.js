@@ -16,7 +16,7 @@ export class ModelPicker extends HTMLElement {
     this.append(this.#details);
     session.addEventListener("models", () => this.#show());
     session.addEventListener("connection", () => this.#show());
-    document.addEventListener("click", (event) => { if (!this.contains(event.target)) this.#details.open = false; });
+    document.addEventListener("click", (event) => { if (!event.composedPath().includes(this)) this.#details.open = false; }); // a row that was clicked may be gone
     this.addEventListener("keydown", (event) => { if (event.key === "Escape") this.#details.open = false; });
     this.#show();
     return this;
