@@ -121,6 +121,9 @@ test("a prompt is read back as a conversation with its unfinished end", () => {
 test("a rendered prompt is compared as far as both go", () => {
   assert.ok(isSamePrompt("abc", "abcdef"));
   assert.ok(!isSamePrompt("abx", "abcdef"));
+  assert.ok(isSamePrompt("<s><|user|>\nHi", "<|user|>\nHi</s>\n"));
+  assert.ok(!isSamePrompt("<s><|user|>\nHo", "<|user|>\nHi</s>\n"));
+  assert.ok(!isSamePrompt("abc", null));
 });
 
 test("numbers are written for people", () => {

@@ -602,6 +602,24 @@ def test_a_prefix_is_pinned_exported_continued_forked_and_forgotten(page: Page, 
     assert not [found for found in get_tree(server, HOSTILE_MODEL)["nodes"] if label in found["text"]]
 
 
+def test_a_prefix_that_ends_in_a_question_is_continued_in_the_composer(page: Page, server: ServerProcess) -> None:
+    server.post("/cache/clear", {"model": HOSTILE_MODEL})
+    for question in ("How high is the tide in Brest?", "How high is the tide in Calais?"):
+        messages = [{"role": "system", "content": "You watch the sea."}, {"role": "user", "content": question}]
+        server.post("/v1/chat/completions", {"model": HOSTILE_MODEL, "messages": messages})
+    page.locator(".tab").filter(has_text="Cache").click()
+    select_node(page, "You watch the sea")
+    page.locator(".card").get_by_role("button", name="Continue from here", exact=True).click()
+    expect(page.locator("#composer-text")).to_have_value("How high is the tide in")
+    page.locator("#settings").click()
+    expect(page.locator("ag-settings textarea").first).to_have_value("You watch the sea.")
+    error = {"error": {"message": "the template raised: no user query found"}}
+    page.route("**/apply-template", lambda route: route.fulfill(status=400, json=error))
+    page.locator(".tab").filter(has_text="Cache").click()
+    page.locator(".card").get_by_role("button", name="Continue from here", exact=True).click()
+    expect(page.locator("ag-text-dialog textarea")).to_have_value(re.compile("You watch the sea"))
+
+
 def test_a_click_counts_although_the_page_draws_during_it(page: Page, server: ServerProcess) -> None:
     """Facts that become longer must not move the buttons away from the pointer."""
     server.post("/cache/clear", {"model": HOSTILE_MODEL})

@@ -208,14 +208,22 @@ export class CacheView extends HTMLElement {
     const { model } = this.#session;
     const { text } = await this.#api.get(`/tree/prompt?model=${encodeURIComponent(model)}&id=${encodeURIComponent(node.id)}`);
     const parsed = parsePrompt(text);
-    if (parsed?.messages.length) {
-      const { prompt } = await this.#api.post("/apply-template", { model, messages: parsed.messages });
-      if (isSamePrompt(text, prompt)) {
-        this.dispatchEvent(new CustomEvent("continue", { detail: { ...parsed, isFork } }));
-        return;
-      }
+    if (parsed?.messages.length && isSamePrompt(text, await this.#render(model, parsed))) {
+      this.dispatchEvent(new CustomEvent("continue", { detail: { ...parsed, isFork } }));
+      return;
     }
     this.dispatchEvent(new CustomEvent("text", { detail: text }));
+  }
+
+  /** The messages of a prompt as the server renders them, or null if the template refuses them, e.g. without a question. */
+  async #render(model, { messages, rest }) {
+    try {
+      const isAnswer = rest === null || rest.role === "assistant";
+      return (await this.#api.post("/apply-template", { model, messages, add_generation_prompt: isAnswer })).prompt;
+    } catch (error) {
+      if (error.status !== 400) throw error;
+      return null;
+    }
   }
 
   #run(work) {

@@ -25,8 +25,8 @@ export function parsePrompt(text) {
   return null;
 }
 
-/** Whether a rendered conversation is the same text as far as both go. */
+/** Whether a rendered conversation, or null, is the same text as far as both go. Some templates leave the BOS token out. */
 export function isSamePrompt(text, rendered) {
-  const length = Math.min(text.length, rendered.length);
-  return text.slice(0, length) === rendered.slice(0, length);
+  if (rendered === null) return false;
+  return [text, text.replace(/^<[^<>\s]+>/, "")].some((prompt) => prompt.startsWith(rendered) || rendered.startsWith(prompt));
 }
