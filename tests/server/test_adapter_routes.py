@@ -90,6 +90,13 @@ def test_adapters_of_requests_that_name_none_are_set_for_the_server(client, adap
     assert chat(client, "small") == base, "state of the adapter is not used without it"
 
 
+def test_a_model_is_loaded_and_unloaded_by_the_listed_name_of_an_adapter(adapter_server):
+    for action, loaded in (("unload", False), ("load", True)):
+        response = adapter_server.post(f"/models/{action}", {"model": "small+style"})
+        assert (response.status_code, response.json()["id"], response.json()["loaded"]) == (200, "small", loaded)
+    assert adapter_server.post("/models/load", {"model": "small+unknown"}).status_code == 404
+
+
 def test_the_list_of_adapters_can_be_posted_back(adapter_server):
     def list_adapters() -> list[dict[str, Any]]:
         return adapter_server.http.get("/lora-adapters", params={"model": "small"}).json()

@@ -89,7 +89,7 @@ def _add_model_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/models/load", summary="Load a model; others are unloaded if there is no room")
     async def load_model(body: LoadModelRequest) -> ChangedModelCard:
-        slot = await state.get_slot(body.model)
+        slot = await get_listed_slot(state, body.model)
         await asyncio.wrap_future(slot.start_load())
         if body.keep_alive is not None:
             slot.set_keep_alive(body.keep_alive)
@@ -97,9 +97,17 @@ def _add_model_routes(router: APIRouter, state: ServerState) -> None:
 
     @router.post("/models/unload", summary="Store the KV cache of a model on disk and unload it")
     async def unload_model(body: UnloadModelRequest) -> ChangedModelCard:
-        slot = await state.get_slot(body.model)
+        slot = await get_listed_slot(state, body.model)
         await state.run_engine_call(slot.name, lambda: slot.unload(body.timeout))
         return ChangedModelCard(**build_model_card(slot).model_dump())
+
+
+async def get_listed_slot(state: ServerState, name: str | None) -> ModelSlot:
+    """Return the slot of a model, also by a name of the list that selects one of its adapters."""
+    for slot in state.models.slots.values():
+        if any(card.id == name for card in build_model_cards(slot)):
+            return slot
+    return await state.get_slot(name)
 
 
 def build_model_card(slot: ModelSlot) -> ModelCard:
