@@ -491,6 +491,17 @@ def test_a_tab_keeps_its_model_when_another_one_chooses_another(page: Page, serv
     expect(other.locator(".model-picker summary .model-name")).to_have_text("tiny")
 
 
+def test_the_model_menu_keeps_the_focus_while_models_are_used(page: Page, server: ServerProcess) -> None:
+    page.locator(".model-picker summary").click()
+    button = page.get_by_role("button", name="Unload tiny")
+    button.focus()
+    server.complete("abc")  # changes the time of the last use
+    for _ in range(2):
+        with page.expect_response("**/v1/models"):
+            pass
+    expect(button).to_be_focused()
+
+
 def test_the_model_menu_stays_open_while_a_model_is_loaded(page: Page) -> None:
     picker = page.locator(".model-picker")
     picker.locator("summary").click()

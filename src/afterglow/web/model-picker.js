@@ -10,6 +10,7 @@ export class ModelPicker extends HTMLElement {
   #session;
   #details = h("details", { class: "model-picker" });
   #busy = new Set();
+  #shown = null; // what the menu shows
 
   setUp(session) {
     this.#session = session;
@@ -26,6 +27,10 @@ export class ModelPicker extends HTMLElement {
     const { card, models, isOnline } = this.#session;
     const state = !isOnline ? "offline" : (card?.state ?? "not loaded");
     const name = card?.id ?? "no model";
+    const rows = models.map(({ id, state: own, loaded, bytes, context_length: length, capabilities }) => [id, own, loaded, bytes, length, capabilities]);
+    const shown = JSON.stringify([name, state, rows, [...this.#busy]]);
+    if (shown === this.#shown) return; // a button that is built again loses the focus, and a click that is under way
+    this.#shown = shown;
     const summary = h("summary", { "aria-label": `Model ${name}, ${state}` }, h("span", { class: "state", "data-state": state }), h("span", { class: "model-name" }, name), h("span", { class: "state-name" }, state));
     replace(this.#details, summary, h("ul", { class: "models" }, models.map((model) => this.#buildRow(model))));
   }
