@@ -689,6 +689,13 @@ def test_ten_thousand_nodes_are_drawn(page: Page, capsys: pytest.CaptureFixture[
     assert drawing["milliseconds"] < 5000
 
 
+def test_the_tree_of_an_adapter_is_sent_only_if_it_has_changed(page: Page) -> None:
+    tree = build_large_tree(3) | {"model": "the model of the adapter"}
+    page.route("**/tree?*", lambda route: route.fulfill(json=tree))
+    with page.expect_request(lambda request: "/tree?" in request.url and "since=1" in request.url):
+        page.locator(".tab").filter(has_text="Cache").click()
+
+
 def test_live_requests_and_reasons_are_shown(page: Page, server: ServerProcess) -> None:
     page.locator(".tab").filter(has_text="Cache").click()
     expect(page.locator(".live-requests")).to_contain_text("Nothing is running")

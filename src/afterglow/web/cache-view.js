@@ -105,7 +105,7 @@ export class CacheView extends HTMLElement {
       const tree = await this.#api.get(`/tree?model=${encodeURIComponent(model)}&max_nodes=${MAX_NODES}${since}`);
       if (!tree || model !== this.#session.model || look < this.#shownLook) return; // or a newer one is shown
       this.#shownLook = look;
-      this.#tree = tree;
+      this.#tree = { ...tree, model }; // by the name of an adapter, the tree is that of its model
       this.#showTree();
     } catch (error) {
       if (error.status > 0 && error.status < 500) this.#report(error); // a restart of the engine shows in its state
