@@ -93,6 +93,17 @@ test("a response that is stopped while it is decoded has the tokens of its promp
   assert.deepEqual([info.state, info.prompt_tokens, info.cached_tokens, info.generated_tokens], ["stopped", 100, 20, 1]);
 });
 
+test("the tokens of a stopped response are those of the server, not its chunks", async () => {
+  const { server, chat } = start();
+  server.chunks = [{ choices: [{ delta: { content: "😀" } }], timings: { predicted_n: 3 } }, { choices: [{ delta: { content: "🎉" } }], timings: { predicted_n: 6 } }, "wait"];
+  const done = chat.send("long", [], "tiny");
+  while (chat.path[1]?.message.content !== "😀🎉") await new Promise((resolve) => setTimeout(resolve, 1));
+  assert.equal(server.requests.find(({ path }) => path === "/v1/chat/completions").body.timings_per_token, true);
+  chat.stop();
+  await done;
+  assert.equal(chat.path[1].info.generated_tokens, 6);
+});
+
 test("leaving a conversation saves and stops its response, and not that of the next one", async () => {
   const { server, chat } = start();
   server.chunks = [{ choices: [{ delta: { content: "Hel" } }] }, "wait"];

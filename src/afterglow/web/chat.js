@@ -186,7 +186,7 @@ export class Chat extends EventTarget {
     if (delta.content || delta.reasoning_content || delta.tool_calls) {
       generation.first ??= now;
       generation.last = now;
-      generation.tokens += 1;
+      generation.tokens = chunk.timings?.predicted_n ?? generation.tokens + 1; // a chunk may have several tokens, e.g. those of an emoji
       node.message = addDelta(node.message, delta);
       if (now - generation.saved > SAVE_SECONDS) {
         generation.saved = now;

@@ -40,6 +40,7 @@ export function buildRequest(path, settings, model) {
     stream: true,
     stream_options: { include_usage: true },
     return_progress: true,
+    timings_per_token: true,
   };
 }
 
