@@ -422,6 +422,25 @@ def test_text_can_be_dragged_into_the_message(page: Page) -> None:
     expect(page.locator("#composer-text")).to_have_value("A dragged word")
 
 
+def test_text_from_an_office_program_is_pasted_as_text(page: Page) -> None:
+    def paste(*types: str) -> bool:
+        """Paste a picture with texts of some types. Return whether the browser inserts the text itself."""
+        script = """types => {
+            const data = new DataTransfer();
+            data.items.add(new File(["x"], "picture.png", { type: "image/png" }));
+            for (const type of types) data.setData(type, "1 2");
+            const event = new ClipboardEvent("paste", { clipboardData: data, bubbles: true, cancelable: true });
+            return document.querySelector("#composer-text").dispatchEvent(event);
+        }"""
+        is_inserted: bool = page.evaluate(script, types)
+        return is_inserted
+
+    assert paste("text/plain", "text/html")
+    expect(page.locator("ag-composer .file-name")).to_have_count(0)
+    assert not paste("text/html")  # a picture of a web page
+    expect(page.locator("ag-composer .file-name")).to_have_text("picture.png")
+
+
 def test_a_message_waits_for_the_file_that_is_attached_to_it(page: Page) -> None:
     page.evaluate(
         """() => {

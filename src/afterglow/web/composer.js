@@ -19,7 +19,7 @@ export class Composer extends HTMLElement {
     if (this.firstChild) return;
     const attach = iconButton(icons.CLIP, "Attach files", () => this.#picker.click(), { id: "attach" });
     this.append(this.#list, h("div", { class: "composer-row" }, attach, this.#picker, this.#input, this.#send, this.#stop));
-    this.#input.addEventListener("paste", (event) => this.#takeFiles(event, event.clipboardData.files));
+    this.#input.addEventListener("paste", (event) => this.#onPaste(event));
     for (const name of ["dragover", "drop", "dragleave"]) this.addEventListener(name, (event) => this.#onDrag(event));
     this.#showFiles();
   }
@@ -94,6 +94,12 @@ export class Composer extends HTMLElement {
   #pick() {
     this.addFiles([...this.#picker.files]);
     this.#picker.value = "";
+  }
+
+  /** Take pasted files, but not the picture that office programs put beside a formatted text. */
+  #onPaste(event) {
+    const { types, files } = event.clipboardData;
+    if (!["text/plain", "text/html"].every((type) => types.includes(type))) this.#takeFiles(event, files);
   }
 
   #takeFiles(event, files) {
