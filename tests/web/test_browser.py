@@ -796,6 +796,7 @@ def test_the_shortcuts_work_with_the_characters_that_macos_types_for_them(page: 
 def test_the_views_work_with_the_keyboard_and_on_a_narrow_screen(page: Page) -> None:
     ask(page, "hello keyboard")
     page.keyboard.press("Alt+2")
+    expect(page.locator(".tab[aria-current=page]")).to_have_text("Cache")  # as screen readers say it
     tree = page.locator("svg.icicle")
     expect(page.locator("g.node").first).to_be_visible()
     tree.focus()

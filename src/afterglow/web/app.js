@@ -86,7 +86,7 @@ class App extends HTMLElement {
     this.#cacheView.isActive = isCache;
     this.classList.remove("sidebar-open");
     this.classList.toggle("shows-cache", isCache);
-    for (const tab of this.querySelectorAll(".tab")) tab.toggleAttribute("aria-current", tab.dataset.view === (isCache ? "#/cache" : "#/chat"));
+    for (const tab of this.querySelectorAll(".tab")) tab.ariaCurrent = tab.dataset.view === (isCache ? "#/cache" : "#/chat") ? "page" : null;
     if (isCache && id) this.#cacheView.openRequest(decodeURIComponent(id));
     if (isCache) return;
     if (!id) return this.#followChat();
