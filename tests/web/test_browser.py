@@ -231,6 +231,14 @@ def test_an_edit_makes_a_branch_that_appears_in_the_tree(
     assert by_id[parents.pop()]["sharers"] >= 2
 
 
+def test_messages_stay_as_they_are_when_the_next_one_is_sent(page: Page) -> None:
+    ask(page, "Show me code")
+    code = page.locator(".code-block pre").first
+    code.evaluate("code => { code.style.width = '40px'; code.scrollLeft = 10; }")
+    ask(page, "And more of it")
+    assert code.evaluate("code => code.scrollLeft") == 10
+
+
 def test_an_edit_stays_while_the_settings_change(page: Page) -> None:
     ask(page, "What is an edit?")
     page.get_by_role("button", name="Edit: a new branch").first.click()

@@ -2,7 +2,7 @@
 
 import { describe } from "./chat.js";
 import { getOpenCalls, getText } from "./conversation.js";
-import { gauge, h, iconButton, replace } from "./dom.js";
+import { gauge, h, iconButton, replace, replaceEnd } from "./dom.js";
 import { formatCount } from "./format.js";
 import * as icons from "./icons.js";
 import { MessageView } from "./message-view.js";
@@ -132,7 +132,7 @@ export class ChatView extends HTMLElement {
       view.update(node);
       return view;
     });
-    replace(this.#messages, views);
+    replaceEnd(this.#messages, views);
     this.#showWelcome(path);
     this.#showResults(path);
     this.#composer.isBusy = this.#chat.generation !== null;

@@ -37,6 +37,15 @@ export function replace(element, ...children) {
   return element;
 }
 
+/** Replace the children from the first that differs. An element that is inserted again loses its scroll position and its focus. */
+export function replaceEnd(element, children) {
+  const before = [...element.children];
+  const same = before.findIndex((child, index) => child !== children[index]);
+  const kept = same < 0 ? before.length : same;
+  for (const child of before.slice(kept)) child.remove();
+  element.append(...children.slice(kept));
+}
+
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
