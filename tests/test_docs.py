@@ -290,6 +290,18 @@ def test_the_image_starts_a_command_that_exists() -> None:
     check_command(["afterglow", *service["command"]], "compose.yaml")
 
 
+def test_the_settings_of_the_compose_file_are_valid_without_variables_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compose leaves a variable without a value out, if the shell does not set it."""
+    environment = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["afterglow"]["environment"]
+    for name, value in environment.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value))
+    assert load_settings().server.host
+
+
 # --- claims about the source
 
 
