@@ -18,6 +18,7 @@ import yaml
 
 from afterglow.cli import commands
 from afterglow.cli.settings import load_settings
+from afterglow.paths import get_cache_directory, get_data_directory
 from support.pages import PAGES, ROOT, Block, PageRunner, get_name, parse_page, read_blocks
 
 BLOCKS = {get_name(page): read_blocks(page) for page in PAGES}
@@ -288,6 +289,16 @@ def test_the_image_starts_a_command_that_exists() -> None:
     check_command(json.loads(instructions["ENTRYPOINT"]) + json.loads(instructions["CMD"]), "Dockerfile")
     service = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]["afterglow"]
     check_command(["afterglow", *service["command"]], "compose.yaml")
+
+
+def test_the_image_keeps_all_data_in_its_volume(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    volume = re.findall(r"^VOLUME (\S+)", text, re.MULTILINE)
+    for name in ("AFTERGLOW_CACHE", "AFTERGLOW_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in re.findall(r"(AFTERGLOW_\w+)=(\S+)", text):
+        monkeypatch.setenv(name, value)
+    assert all(str(find("x")).startswith(f"{volume[0]}/") for find in (get_cache_directory, get_data_directory))
 
 
 def test_the_settings_of_the_compose_file_are_valid_without_variables_of_the_user(
