@@ -128,6 +128,15 @@ def test_doctor_prints_facts_and_self_test_results_as_json() -> None:
     assert "GPU" in report["facts"]
 
 
+def test_doctor_prints_every_directory_in_use(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").touch()
+    variables = {f"AFTERGLOW_{name.upper()}": str(tmp_path / name) for name in ("cache", "data", "models")}
+    result = run_command("doctor", "--json", AFTERGLOW_SETTINGS=str(tmp_path / "settings.toml"), **variables)
+    facts = json.loads(result.stdout)["facts"]
+    found = [facts[f"{name} in"] for name in ("cache", "data", "models", "settings")]
+    assert found == [str(tmp_path / name) for name in ("cache", "data", "models", "settings.toml")]
+
+
 def test_doctor_prints_a_table() -> None:
     text = run_in_process("doctor", COLUMNS="200").stdout
     assert "self-test MTP" in text

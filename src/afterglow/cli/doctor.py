@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from afterglow import registry
+from afterglow.cli.settings import get_settings_path
 from afterglow.errors import AfterglowError
 from afterglow.installation import format_install_command
 from afterglow.llama.library import cpu
 from afterglow.llama.library.devices import list_devices
 from afterglow.llama.library.loader import get_library
-from afterglow.paths import get_cache_directory
+from afterglow.paths import get_cache_directory, get_data_directory
 from afterglow.version import __version__
 
 REPORTED_CPU_FEATURES = (
@@ -88,6 +89,8 @@ def collect_machine() -> Iterator[Fact]:
     yield "memory", f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
     yield "models in", str(registry.models_directory())
     yield "cache in", str(get_cache_directory(""))
+    yield "data in", str(get_data_directory(""))
+    yield "settings in", str(get_settings_path())
     yield "models", ", ".join(model.name for model in registry.list_installed()) or "none: run `afterglow models pull`"
 
 
