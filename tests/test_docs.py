@@ -8,6 +8,8 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -334,10 +336,25 @@ def test_the_page_on_windows_names_every_module_that_cannot_be_imported_there() 
         assert f"| `{path}` | `{module}`" in page, (path, module)
 
 
+def test_the_page_on_windows_says_what_works_without_modules_of_posix() -> None:
+    """`import afterglow` works, and `load` fails with the error that the page shows."""
+    page = (ROOT / "docs" / "windows.md").read_text()
+    program = (
+        f"import sys; sys.modules.update(dict.fromkeys({sorted(POSIX_MODULES)})); "
+        "import afterglow; print('imported'); afterglow.load"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout == "imported\n"
+    message = re.search(r"import of (\w+) halted; None in sys.modules", done.stderr)
+    assert message is not None, done.stderr
+    assert f"No module named '{message[1]}'" in page.split("```")[1]
+
+
 # Messages of other programs, and parts of messages that are values.
 FOREIGN_MESSAGES = {
     "libgomp.so.1",
     "for xllamacpp.abi3.so",
+    "No module named 'fcntl'",
     "No module named 'resource'",
     "afterglow: command not found",
     "pip install afterglow",
