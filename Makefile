@@ -52,7 +52,7 @@ unit: .venv/development     ## tests without llama.cpp, in less than 30 seconds
 check: .venv/development    ## format, lint, types
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet . && $(BIN)/mypy --no-error-summary
 
-bench: .venv/development    ## all benchmarks against llama-server, about an hour on an idle machine
+bench: .venv/development    ## all benchmarks against llama-server, about 75 minutes on an idle machine
 	@$(BIN)/python benchmarks/all.py
 
 bench-quick: .venv/development   ## the same checks on smaller workloads, ten minutes
