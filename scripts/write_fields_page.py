@@ -100,7 +100,7 @@ def build_row(name: str, field: FieldInfo) -> str:
     """Return the row of a field: name, class, and meaning or reason."""
     rule = get_rule(field)
     if rule is None or "same_as" in rule:
-        return f"| `{name}` | honoured | {field.description or 'As OpenAI documents it.'} |"
+        return f"| `{name}` | honoured | {field.description or 'As its API documents it.'} |"
     usual = " or ".join(f"`{format_value(value)}`" for value in rule["only"])
     reason = rule["reason"][0].upper() + rule["reason"][1:]
     return f"| `{name}` | {'hint' if 'hint' in rule else 'refused'} | {f'Except {usual}. ' if usual else ''}{reason}. |"
