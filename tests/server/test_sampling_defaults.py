@@ -65,3 +65,13 @@ def test_the_models_list_the_default_sampling_and_its_sources(hot_server: Server
     assert card["sampling"]["temperature"] == {"value": 100.0, "source": "file"}
     assert card["sampling"]["top_k"] == {"value": 0.0, "source": "settings"}
     assert card["sampling"]["repeat_penalty"] == {"value": 1.0, "source": "default"}
+
+
+@pytest.mark.native
+def test_a_response_has_the_sampling_that_was_used(hot_server: ServerProcess) -> None:
+    """Fields that the request does not set have the defaults of the model, not those of OpenAI."""
+    body = {"model": "hot", "input": "hello", "max_output_tokens": 1}
+    used = hot_server.post("/v1/responses", body).json()
+    assert (used["temperature"], used["top_p"]) == (100.0, 1.0)
+    used = hot_server.post("/v1/responses", {**body, "temperature": 0.5, "top_p": 0.9}).json()
+    assert (used["temperature"], used["top_p"]) == (0.5, 0.9)

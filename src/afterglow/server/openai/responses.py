@@ -389,6 +389,7 @@ def build_response_head(body: ResponseRequest, generation: Generation, tools: Re
     """Build the fields of a response that are known before generation."""
     format = {"type": "text"} if body.text is None or body.text.format is None else dump_fields(body.text.format)
     verbosity = {} if body.text is None or body.text.verbosity is None else {"verbosity": body.text.verbosity}
+    sampling = generation.prompts[0].request.sampling
     head = {
         "id": generate_id("resp"),
         "object": "response",
@@ -407,12 +408,12 @@ def build_response_head(body: ResponseRequest, generation: Generation, tools: Re
         },
         "service_tier": get_served_tier(body.service_tier),
         "store": body.store is not False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": sampling.temperature,
         "text": {"format": format, **verbosity},
         "tool_choice": dump_fields(body.tool_choice) or "auto",
         "tools": dump_tools(tools.offered),
         "top_logprobs": body.top_logprobs,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": sampling.top_p,
         "truncation": body.truncation or "disabled",
         "user": body.user,
         "prompt_cache_key": body.prompt_cache_key,
