@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+import afterglow
 from afterglow.cli import commands
 from afterglow.cli.settings import load_settings
 from afterglow.paths import get_cache_directory, get_data_directory
@@ -170,6 +171,12 @@ def test_the_page_on_the_api_lists_every_route_once() -> None:
     routes = [line.split(" | ")[0] for line in table.splitlines()]
     assert len(routes) > 20
     assert len(routes) == len(set(routes))
+
+
+def test_the_page_on_python_names_every_public_name() -> None:
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
+    public = {name for name in afterglow.__all__ if not name.startswith("_")}
+    assert public - set(re.findall(r"(?:::: afterglow\.|`)(\w+)", page)) == set()
 
 
 def test_the_navigation_of_the_site_has_every_page_once() -> None:
