@@ -179,6 +179,14 @@ def test_the_page_on_python_names_every_public_name() -> None:
     assert public - set(re.findall(r"(?:::: afterglow\.|`)(\w+)", page)) == set()
 
 
+def test_the_page_on_the_api_lists_every_metric() -> None:
+    table = (ROOT / "docs" / "api.md").read_text().split("## Metrics")[1].split("## Log")[0]
+    source = (ROOT / "src" / "afterglow" / "server" / "metrics.py").read_text()
+    names = set(re.findall(r'"(afterglow_\w+)"', source))
+    assert len(names) > 10
+    assert {name for name in names if f"`{name}" not in table} == set()
+
+
 def test_the_navigation_of_the_site_has_every_page_once() -> None:
     nav = Counter(list_nav(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}
