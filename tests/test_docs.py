@@ -22,6 +22,7 @@ import afterglow
 from afterglow.cli import commands
 from afterglow.cli.settings import load_settings
 from afterglow.paths import get_cache_directory, get_data_directory
+from afterglow.server.errors import CLIENT_CLOSED_REQUEST, ERROR_STATUSES
 from support.pages import PAGES, ROOT, Block, PageRunner, get_name, parse_page, read_blocks
 
 BLOCKS = {get_name(page): read_blocks(page) for page in PAGES}
@@ -177,6 +178,15 @@ def test_the_page_on_python_names_every_public_name() -> None:
     page = (ROOT / "docs" / "reference" / "python.md").read_text()
     public = {name for name in afterglow.__all__ if not name.startswith("_")}
     assert public - set(re.findall(r"(?:::: afterglow\.|`)(\w+)", page)) == set()
+
+
+def test_the_page_on_the_api_lists_every_error_code() -> None:
+    table = (ROOT / "docs" / "api.md").read_text().split("## Errors")[1].split("## Metrics")[0]
+    sources = [path.read_text() for path in (ROOT / "src" / "afterglow" / "server").rglob("*.py")]
+    codes = {code for source in sources for code in re.findall(r'\bcode="(\w+)"', source)}
+    codes |= {code for _, status, _, code in ERROR_STATUSES if status != CLIENT_CLOSED_REQUEST}
+    assert len(codes) > 40
+    assert {code for code in codes if f"`{code}`" not in table} == set()
 
 
 def test_the_page_on_the_api_lists_every_metric() -> None:
