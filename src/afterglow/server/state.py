@@ -33,6 +33,7 @@ ResultT = TypeVar("ResultT")
 ItemT = TypeVar("ItemT")
 TEXT_THREADS = 8  # templates and tokenization
 MEDIA_THREADS = 4  # media, which may come from slow hosts
+DOWNLOAD_THREADS = 16  # of models; further downloads wait
 ENGINE_CALL_THREADS = 16  # calls to the engine of one model, which may be starting
 LONG_CALL_THREADS = 16  # embeddings, reranking and transcription: many calls for one request
 STATS_TIMEOUT_SECONDS = 0.5
@@ -63,6 +64,7 @@ class ServerState(Closeable):
         self._admission_queues: dict[str, AdmissionQueue] = {}
         self._text_pool = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="afterglow-text")
         self._media_pool = ThreadPoolExecutor(MEDIA_THREADS, thread_name_prefix="afterglow-media")
+        self._download_pool = ThreadPoolExecutor(DOWNLOAD_THREADS, thread_name_prefix="afterglow-download")
         self._engine_call_pools: dict[str, ThreadPoolExecutor] = {}  # by model: an engine may not answer
         self._long_call_pool = ThreadPoolExecutor(LONG_CALL_THREADS, thread_name_prefix="afterglow-long-calls")
         self._pending_stats: dict[str, asyncio.Future[EngineStats]] = {}
@@ -140,6 +142,10 @@ class ServerState(Closeable):
     async def run_media_work(self, work: Callable[[], ResultT]) -> ResultT:
         """Load media in a thread of a separate pool, so that slow hosts do not block other requests."""
         return await asyncio.get_running_loop().run_in_executor(self._media_pool, _convert_stop_iteration(work))
+
+    async def run_download(self, work: Callable[[], ResultT]) -> ResultT:
+        """Download a model in a thread of a separate pool: it may take hours."""
+        return await asyncio.get_running_loop().run_in_executor(self._download_pool, _convert_stop_iteration(work))
 
     async def run_engine_call(self, model_name: str, work: Callable[[], ResultT]) -> ResultT:
         """Run a blocking call to the engine of a model in a thread."""
@@ -241,6 +247,7 @@ class ServerState(Closeable):
         self.conversations.close()
         self._text_pool.shutdown(wait=False, cancel_futures=True)
         self._media_pool.shutdown(wait=False, cancel_futures=True)
+        self._download_pool.shutdown(wait=False, cancel_futures=True)
         for pool in self._engine_call_pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
         self._long_call_pool.shutdown(wait=False, cancel_futures=True)

@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,7 @@ from afterglow.server.ollama.library import ModelLibrary
 from afterglow.server.ollama.management import pull_model
 from afterglow.server.serve import bind_ollama
 from afterglow.server.settings import ServerSettings
-from afterglow.server.state import ServerState
+from afterglow.server.state import MEDIA_THREADS, ServerState
 from afterglow.testing import models
 from support.engine_factories import Raise
 from support.media_files import encode_data_uri, encode_image
@@ -951,6 +952,34 @@ def test_a_client_that_leaves_ends_its_download(
     monkeypatch.setattr(registry, "pull", pull)
     asyncio.run(leave())
     assert "never retrieved" not in caplog.text
+
+
+def test_downloads_of_models_do_not_delay_requests_with_media(
+    state: ServerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, ended = threading.Semaphore(0), threading.Event()
+
+    def pull(name: str, report: Callable[[int, int | None], None], choose: object) -> Path:
+        started.release()
+        ended.wait()
+        return Path(name)
+
+    monkeypatch.setattr(registry, "pull", pull)
+
+    async def load_media_beside_downloads() -> int:
+        downloads = [pull_model(state, ModelLibrary(state), "smollm2") for _ in range(2 * MEDIA_THREADS)]
+        for download in downloads:
+            await anext(download)
+        endings = [asyncio.ensure_future(anext(download)) for download in downloads]  # type: ignore[arg-type]
+        try:
+            for _ in range(MEDIA_THREADS):
+                await asyncio.to_thread(started.acquire)
+            return await asyncio.wait_for(state.run_media_work(lambda: 7), 30)
+        finally:
+            ended.set()
+            await asyncio.gather(*endings)
+
+    assert asyncio.run(load_media_beside_downloads()) == 7
 
 
 def test_a_failed_download_is_the_last_line(monkeypatch: pytest.MonkeyPatch, state: ServerState) -> None:

@@ -261,7 +261,7 @@ async def download(state: ServerState, entry: CatalogEntry) -> AsyncIterator[dic
         loop.call_soon_threadsafe(reports.put_nowait, (done, total))
 
     work = asyncio.ensure_future(
-        state.run_media_work(lambda: registry.pull(entry.name, report, choose=choose_quantization))
+        state.run_download(lambda: registry.pull(entry.name, report, choose=choose_quantization))
     )
 
     def finish(work: asyncio.Future[Path]) -> None:
