@@ -54,6 +54,11 @@ def test_every_catalog_model_has_a_size_and_a_licence():
         assert (entry.estimated_size or 0) > 50_000_000
 
 
+def test_the_estimated_size_is_that_of_the_quantization_of_the_file() -> None:
+    size = CATALOG["qwen3-0.6b"].estimated_size
+    assert size == pytest.approx(639e6, rel=0.02)  # of Qwen3-0.6B-Q8_0.gguf
+
+
 @pytest.mark.parametrize(
     "name",
     [

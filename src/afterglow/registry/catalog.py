@@ -17,7 +17,7 @@ HUB_NAME_PATTERN = re.compile(
 )
 DEFAULT_TAG = "latest"  # of a name in Ollama's API
 SHARD_PATTERN = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-Q4_K_M_BITS_PER_WEIGHT = 4.89  # llama.cpp's average for an 8 B model
+BITS_PER_WEIGHT = {"Q4_K_M": 4.89, "Q8_0": 8.50}  # llama.cpp's averages for an 8 B model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +123,14 @@ class CatalogEntry:
 
     @property
     def estimated_size(self) -> int | None:
-        """Bytes of the download: those of the source, or of all parameters as Q4_K_M; None if both are unknown."""
+        """Bytes of the download: those of the source, or of all parameters; None if both are unknown.
+
+        The quantization is that of the file, or Q4_K_M.
+        """
         if self.source.size is not None or self.parameters is None:
             return self.source.size
-        return int(self.parameters * 1e9 * Q4_K_M_BITS_PER_WEIGHT / 8)
+        quantization = "Q8_0" if "Q8_0" in self.source.label else "Q4_K_M"
+        return int(self.parameters * 1e9 * BITS_PER_WEIGHT[quantization] / 8)
 
 
 SMOLLM2 = WheelFile(
