@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from afterglow import MediaPolicy
+from afterglow import ImageData, MediaPolicy
 from afterglow.agents.conversation import Conversation, build_user_message
 from afterglow.chat.content import build_attachments, load_attachments
 from afterglow.chat.messages import Message, parse_messages, to_openai_message
@@ -100,6 +100,14 @@ def test_c6_an_id_must_match_the_bytes():
     wrong = parse({"type": "image_url", "image_url": {"url": uri}, "id": "0123456789abcdef"}).attachments[0]
     with pytest.raises(InvalidArgument, match="0123456789abcdef does not match"):
         wrong.load(MediaPolicy())
+
+
+def test_a_decoded_image_with_an_id_can_be_written_and_read_again() -> None:
+    """The file that is written has other bytes than the one that the id belongs to."""
+    image = ImageData(width=1, height=1, pixels=b"rgb")
+    message = parse({"type": "image", "image": image, "id": "0123456789abcdef"})
+    [again] = parse_messages([to_openai_message(message)])
+    assert again.attachments[0].load(MediaPolicy()) == image
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,7 @@ def _to_openai_part(attachment: Attachment) -> dict[str, Any]:
     id = {} if attachment.id is None else {"id": attachment.id}
     source = attachment.source
     if not isinstance(source, str):
+        id = {}  # the file that is written here has other bytes
         source = to_data_uri(source.decode() if isinstance(source, EncodedMedia) else source)
     if attachment.kind == "image":
         detail = {} if attachment.detail == "auto" else {"detail": attachment.detail}
