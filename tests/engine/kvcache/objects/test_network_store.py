@@ -44,6 +44,14 @@ def test_an_engine_loads_over_http_what_another_one_computed(start, store: Objec
     assert get_tier(second).counters.hits == 1
 
 
+def test_an_endpoint_without_tls_needs_no_further_variable(
+    start, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    ask_and_store(start(), ENTRIES)
+    assert store.objects
+
+
 def test_a_store_with_latency_is_used_if_that_is_faster(start, store: ObjectStore) -> None:
     answer = ask_and_store(start(), ENTRIES)
     store.latency_seconds = 0.02

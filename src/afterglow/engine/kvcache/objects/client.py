@@ -25,6 +25,7 @@ CONNECT_TIMEOUT = "3s"
 MAX_RETRIES = 2
 RETRY_TIMEOUT = timedelta(seconds=5)
 NONCE_BYTES, TAG_BYTES, KEY_BYTES = 12, 16, 32
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT")  # of S3, read by the library
 SUPPORTED_URL = re.compile(r"(s3|s3a|gs|az|azure|abfss?|https?|file|memory)://.*")
 
 
@@ -72,10 +73,11 @@ class ObjectClient:
         if url.startswith("file:"):
             options["mkdir"] = True
         elif not url.startswith("memory:"):
+            addresses = [url, *(os.environ.get(name, "") for name in ENDPOINT_VARIABLES)]
             options["client_options"] = {
                 "timeout": REQUEST_TIMEOUT,
                 "connect_timeout": CONNECT_TIMEOUT,
-                "allow_http": bool(os.environ.get("AWS_ALLOW_HTTP") or url.startswith("http:")),
+                "allow_http": bool(os.environ.get("AWS_ALLOW_HTTP")) or any(a.startswith("http:") for a in addresses),
             }
             options["retry_config"] = {"max_retries": MAX_RETRIES, "retry_timeout": RETRY_TIMEOUT}
         with self._convert_errors():
