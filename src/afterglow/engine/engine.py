@@ -543,7 +543,7 @@ class Engine:
 
     def _process_decode(self, launched: LaunchedDecode, *, may_launch: bool) -> None:
         jobs, spans, started_at = launched.jobs, launched.spans, launched.started_at
-        tokens, recomputed, first_event = 0, 0, len(self._events)
+        recomputed, first_event = 0, len(self._events)
         forced = sum([running.forced_entries for running in jobs])
         # First everything that needs no logits: a GPU is still computing them.
         for running, span in zip(jobs, spans, strict=True):
@@ -561,6 +561,18 @@ class Engine:
         first_tokens = self._sample_first_tokens(jobs, spans, min_jobs=1 if may_launch else MIN_JOBS_SAMPLED_TOGETHER)
         if may_launch:
             self._launch_ahead(launched, first_tokens)
+        tokens = self._sample_spans(jobs, spans, first_tokens)
+        self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count
+        seconds = time.perf_counter() - started_at
+        self._record_costs(len(spans), rows, rows - draft_tokens - recomputed, forced, tokens, seconds)
+        if draft_tokens:
+            self._add_savings_to_usage(jobs, first_event)
+
+    def _sample_spans(
+        self, jobs: list[RunningJob], spans: list[DecodeSpan], first_tokens: dict[int, int | AfterglowError]
+    ) -> int:
+        """Sample after each span with outputs, and report the progress of the other prompts. Return the tokens."""
+        tokens = 0
         for index, (running, span) in enumerate(zip(jobs, spans, strict=True)):
             if span.outputs:
                 tokens += self._sample_rows(running, index, len(span.entries) - span.outputs, first_tokens.get(index))
@@ -569,11 +581,7 @@ class Engine:
                 self._events.append(job.build_progress(length))
                 if length in job.checkpoint_positions and self.backend.capabilities.has_partial_state:
                     self.prefix_cache.take_checkpoint(running.sequence)
-        self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count
-        seconds = time.perf_counter() - started_at
-        self._record_costs(len(spans), rows, rows - draft_tokens - recomputed, forced, tokens, seconds)
-        if draft_tokens:
-            self._add_savings_to_usage(jobs, first_event)
+        return tokens
 
     def _record_costs(self, jobs: int, rows: int, new_rows: int, forced: int, tokens: int, seconds: float) -> None:
         """Record the seconds of a decode of `rows`, from which `tokens` were sampled.
