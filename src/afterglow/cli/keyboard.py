@@ -18,6 +18,9 @@ SignalHandler = Callable[[int, FrameType | None], None]
 @contextlib.contextmanager
 def restore_terminal_mode() -> Iterator[list[Any] | None]:
     """Restore the mode of the terminal on exit. Yields a copy of the mode; None without a terminal."""
+    if sys.stdin is None:  # it is closed
+        yield None
+        return
     try:
         descriptor = sys.stdin.fileno()
         before = termios.tcgetattr(descriptor)
