@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from afterglow.engine.engine import Engine
+from afterglow.engine.types.request import Request
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import Cancelled, DecodeFailed, KVCacheFull
 from afterglow.llama.sampling import Sampling
@@ -54,15 +55,21 @@ def test_a_preempted_request_computes_nothing_again_although_an_idle_sequence_ha
     assert engine.counters.rows == 2 * (80 + 59)
 
 
-@every_kind
-def test_a_request_that_resumes_is_no_second_prefix_miss(kind):
-    engine = fake(kind, kv_unified=True)
-    requests = [request(str(n), prompt(30, 10 + n), max_tokens=20, ignore_eos=True) for n in range(3)]
+def start_requests(engine: Engine, count: int) -> tuple[list[Request], dict[str, Answer]]:
+    """Submit requests and make six steps; return the requests and their answers so far."""
+    requests = [request(str(n), prompt(30, 10 + n), max_tokens=20, ignore_eos=True) for n in range(count)]
     for req in requests:
         engine.submit(req)
     answers: dict[str, Answer] = {}
     for _ in range(6):
         collect(answers, engine)
+    return requests, answers
+
+
+@every_kind
+def test_a_request_that_resumes_is_no_second_prefix_miss(kind):
+    engine = fake(kind, kv_unified=True)
+    _, answers = start_requests(engine, 3)
     engine.backend.injected_errors.append(KVCacheFull(1, 1))
     finish_checked(engine, answers)
     assert engine.counters.preempted == 1
@@ -74,12 +81,7 @@ def test_swapped_out_sequences_stay_within_swap_bytes(kind):
     """Three requests are preempted; the bytes suffice for one."""
     engine = fake(kind, EngineSettings(swap_bytes=6000), kv_unified=True)
     engine.prefix_cache.cost_model._bytes_per_entry.value = 100.0
-    requests = [request(str(n), prompt(30, 10 + n), max_tokens=20, ignore_eos=True) for n in range(4)]
-    for req in requests:
-        engine.submit(req)
-    answers: dict[str, Answer] = {}
-    for _ in range(6):
-        collect(answers, engine)
+    requests, answers = start_requests(engine, 4)
     engine.backend.injected_errors += [KVCacheFull(1, 1)] * 3
     finish_checked(engine, answers)
     assert engine.counters.preempted == 3

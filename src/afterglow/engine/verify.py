@@ -116,7 +116,7 @@ def sample_token(running: RunningJob, logits: NDArray[np.float32]) -> int:
 
 def _find_finish_cause(running: RunningJob, backend: Backend, token: int) -> FinishCause | None:
     job, request = running.job, running.job.request
-    if token in request.stop_tokens or (token in backend.eog_tokens and not request.ignore_eos):
+    if request.ends_with(token, backend.eog_tokens):
         return "stop", token
     if job.stop_matcher is not None and (stop := job.stop_matcher.feed(backend.token_to_piece(token))) is not None:
         return "stop", stop

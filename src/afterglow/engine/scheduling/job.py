@@ -192,13 +192,12 @@ class RunningJob:
         job, request = self.job, self.job.request
         if job.stop_matcher is not None or job.indent_matcher is not None or job.token_constraint is not None:
             return False
-        if request.line_deadline is not None or request.logprobs is not None or request.logprob_tokens:
+        if request.line_deadline is not None or request.needs_logprobs:
             return False
         if job.has_deadline_passed or not job.generated or job.max_remaining_tokens < 2:
             return False
         has_cells = self.sequence.cell_count + 2 <= self.max_cells
-        is_end = token in request.stop_tokens or (token in eog_tokens and not request.ignore_eos)
-        return has_cells and not is_end
+        return has_cells and not request.ends_with(token, eog_tokens)
 
     @property
     def adapter_set(self) -> AdapterSet:

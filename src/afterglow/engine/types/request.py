@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -75,6 +75,10 @@ class Request:
         """Whether the request has a token constraint, which must be compiled before it starts."""
         has_grammar = self.constraint is not None or bool(self.sampling.grammar)
         return has_grammar or self.reasoning_budget is not None or self.min_tokens > 0
+
+    def ends_with(self, token: int, eog_tokens: Container[int]) -> bool:
+        """Return whether this token ends the completion, whatever its text is."""
+        return token in self.stop_tokens or (token in eog_tokens and not self.ignore_eos)
 
     @property
     def needs_logprobs(self) -> bool:
