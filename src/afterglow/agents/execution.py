@@ -85,10 +85,19 @@ def call_tool(tool: Tool, call: ToolCall) -> str:
 
 def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine to its end: in a thread if this one has an event loop, e.g. that of a notebook."""
-    if asyncio._get_running_loop() is None:
+    if not has_event_loop():
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, coroutine).result()
+
+
+def has_event_loop() -> bool:
+    """Return whether an event loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def call_tool_async(tool: Tool, call: ToolCall) -> str:

@@ -27,7 +27,7 @@ from afterglow.agents.events import (
     Said,
     Thought,
 )
-from afterglow.agents.execution import execute_call
+from afterglow.agents.execution import execute_call, has_event_loop
 from afterglow.agents.limits import (
     DEFAULT_LIMITS,
     SHARED_AMONG_CHILDREN,
@@ -181,7 +181,7 @@ class Run:
             async with self.agent:
                 return await self
 
-        if asyncio._get_running_loop() is not None:
+        if has_event_loop():
             raise UnsupportedOperation("wait", "an event loop runs in this thread, e.g. of a notebook: `await` the run")
         return asyncio.run(drive())
 
