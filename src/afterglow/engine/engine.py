@@ -57,6 +57,7 @@ from afterglow.engine.types.request import (
     Request,
 )
 from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.types.tile import TILE_ROWS
 from afterglow.engine.verify import GetLogits, append_forced, drop_rejected, sample_and_verify
 from afterglow.errors import AfterglowError, Cancelled, Closed, DecodeFailed, InvalidArgument, KVCacheFull
 
@@ -445,20 +446,21 @@ class Engine:
             self._max_media_rows = entries
             return [(pick_first(media_jobs, now), 1)]
         self.speculator.propose_drafts(decoding, prefilling)
-        return schedule(decoding, prefilling, BatchBudget(cells=cells, prefill_entries=entries), now)
+        budget = BatchBudget(cells=cells, prefill_entries=entries, row_tile=self.backend.capabilities.row_tile)
+        return schedule(decoding, prefilling, budget, now)
 
     def _compute_prefill_entries(
         self, decoding: Sequence[RunningJob], prefilling: Sequence[RunningJob], cells: int
     ) -> int:
         """Return the prompt entries of the next decode, for which the `decoding` jobs wait."""
-        cost_model = self.prefix_cache.cost_model
+        cost_model, seconds_per_entry = self.prefix_cache.cost_model, self._estimate_seconds_per_entry(prefilling)
         interactive = sum(not running.job.is_background for running in decoding)
         entries = compute_prefill_budget(
             interactive,
             [running.backlog for running in prefilling],
             self.settings.max_token_gap,
             cost_model.seconds_per_step,
-            cost_model.seconds_per_entry,
+            seconds_per_entry,
             cells,
         )
         if prefilling and all(running.job.is_background for running in prefilling):
@@ -466,9 +468,17 @@ class Engine:
                 entries,
                 has_interactive_decoding=interactive > 0,
                 seconds_per_step=cost_model.seconds_per_step,
-                seconds_per_entry=cost_model.seconds_per_entry,
+                seconds_per_entry=seconds_per_entry,
             )
         return entries
+
+    def _estimate_seconds_per_entry(self, prefilling: Sequence[RunningJob]) -> float:
+        """Return the expected seconds of one prompt entry, computed in row tiles if the backend has them."""
+        cost_model, tile = self.prefix_cache.cost_model, self.backend.capabilities.row_tile
+        if tile is None or not cost_model.seconds_per_time_unit or not prefilling:
+            return cost_model.seconds_per_entry
+        cells = max([running.sequence.position for running in prefilling])
+        return cost_model.seconds_per_time_unit * tile.estimate_time(TILE_ROWS, cells) / TILE_ROWS
 
     def _is_media_ready(self, running: RunningJob) -> bool:
         """Return whether the job's next entry can be computed. Fail the job if its media cannot be encoded."""
@@ -564,7 +574,7 @@ class Engine:
         tokens = self._sample_spans(jobs, spans, first_tokens)
         self.counters.encoded_media = self.media_scheduler.encoder_cache.encoded_count
         seconds = time.perf_counter() - started_at
-        self._record_costs(len(spans), rows, rows - draft_tokens - recomputed, forced, tokens, seconds)
+        self._record_costs(spans, rows, rows - draft_tokens - recomputed, forced, tokens, seconds)
         if draft_tokens:
             self._add_savings_to_usage(jobs, first_event)
 
@@ -583,12 +593,15 @@ class Engine:
                     self.prefix_cache.take_checkpoint(running.sequence)
         return tokens
 
-    def _record_costs(self, jobs: int, rows: int, new_rows: int, forced: int, tokens: int, seconds: float) -> None:
+    def _record_costs(
+        self, spans: list[DecodeSpan], rows: int, new_rows: int, forced: int, tokens: int, seconds: float
+    ) -> None:
         """Record the seconds of a decode of `rows`, from which `tokens` were sampled.
 
         `new_rows` are those without draft tokens and recomputed entries. Of a decoding job, they are the newest token
         and the forced ones before it, `forced` of all jobs. A decode with more has prefill.
         """
+        jobs, tile = len(spans), self.backend.capabilities.row_tile
         if forced and new_rows == jobs + forced:  # its costs are neither those of a decode step nor of a prefill
             self.speculator.loss_budget.elapsed_seconds += seconds
         elif new_rows == jobs:
@@ -596,7 +609,8 @@ class Engine:
             self.speculator.record_decode(rows, jobs, tokens, seconds)
         else:
             self.speculator.loss_budget.elapsed_seconds += seconds
-            self.prefix_cache.cost_model.record_prefill(rows, seconds)
+            time_units = tile.estimate_decode_time([(span.rows, span.position) for span in spans]) if tile else 0.0
+            self.prefix_cache.cost_model.record_prefill(rows, seconds, time_units)
 
     def _add_savings_to_usage(self, jobs: list[RunningJob], first_event: int) -> None:
         """Add what a decode has saved to the usage of the jobs that ended in it, whose events are the newest ones."""

@@ -14,6 +14,7 @@ from afterglow.engine.types.backend import BackendState, Capabilities, DecodeSpa
 from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.entries import EntryInterner, strip_label
 from afterglow.engine.types.media import MediaEncoder
+from afterglow.engine.types.tile import RowTile
 from afterglow.errors import AfterglowError, Cancelled, InvalidArgument, InvalidState, KVCacheFull
 from afterglow.llama.projector import MediaEmbedding
 from afterglow.llama.sampling import Sampling
@@ -109,6 +110,7 @@ class FakeBackend:
         model_identity: str = "fake",
         projector: MediaEncoder | None = None,
         adapters: Mapping[str, LoadedAdapter] | None = None,
+        row_tile: RowTile | None = None,
     ) -> None:
         self._has_recurrent_state = memory_kind in ("recurrent", "hybrid")
         rollbacks = {"attention": cells_per_sequence, "window": WINDOW_MARGIN_ENTRIES}
@@ -124,6 +126,7 @@ class FakeBackend:
             media=frozenset({"image", "audio"}),
             max_rollback=rollbacks.get(memory_kind, recurrent_snapshots),
             can_replay=can_replay and self._has_recurrent_state,
+            row_tile=row_tile,
         )
         self.model_identity = model_identity  # part of `state_key`: states of another model are rejected
         self.adapters: Mapping[str, LoadedAdapter] = dict(adapters or {})

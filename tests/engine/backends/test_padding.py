@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from afterglow.engine.backends.llama import LlamaBackend
-from afterglow.engine.backends.padding import TILE_ROWS, RowPadding
+from afterglow.engine.backends.padding import RowPadding
 from afterglow.engine.engine import Engine
 from afterglow.engine.host.build import EngineSpec
 from afterglow.engine.types.backend import DecodeSpan
 from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.types.tile import TILE_ROWS, RowTile
 from afterglow.errors import Cancelled
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
@@ -37,7 +38,7 @@ def build_engine(name: str = "attention", *, deterministic: bool = False, draft:
 def engine() -> Iterator[Engine]:
     """An engine that pads everything from 20 rows on."""
     engine = build_engine()
-    engine.backend.row_padding = RowPadding(balanced_cells=0.1)
+    engine.backend.row_padding = RowPadding(RowTile(balanced_cells=0.1))
     yield engine
     engine.close()
 
@@ -182,14 +183,6 @@ def test_attention_models_on_a_cpu_are_padded() -> None:
     engine.close()
 
 
-def test_the_more_cells_the_fewer_rows_are_padded() -> None:
-    padding = RowPadding(balanced_cells=1000)
-    limits = [padding.count_min_rows(cells) for cells in (0, 500, 1000, 4000, 16_000)]
-    assert limits == sorted(limits, reverse=True)
-    assert limits[0] > TILE_ROWS
-    assert limits[-1] < TILE_ROWS / 2
-
-
 @pytest.mark.parametrize(
     ("rows", "padding"),
     [
@@ -204,5 +197,5 @@ def test_the_more_cells_the_fewer_rows_are_padded() -> None:
 )
 def test_what_prompts_have_beyond_smaller_spans_is_padded_to_a_tile(rows: list[int], padding: dict[int, int]) -> None:
     spans = [DecodeSpan(sequence, np.zeros(count), 2000, 1) for sequence, count in enumerate(rows)]
-    assert RowPadding(balanced_cells=1000).count_min_rows(2000) == 36
-    assert RowPadding(balanced_cells=1000).plan(spans) == padding
+    assert RowTile(balanced_cells=1000).count_min_rows(2000) == 36
+    assert RowPadding(RowTile(balanced_cells=1000)).plan(spans) == padding

@@ -7,9 +7,18 @@ from dataclasses import replace
 import pytest
 
 from afterglow.engine.engine import Engine
-from afterglow.engine.scheduling.scheduler import MIN_CHUNK_ENTRIES, compute_max_batch, compute_prefill_budget
+from afterglow.engine.kvcache.cost_model import RecentTimings
+from afterglow.engine.scheduling.scheduler import (
+    MIN_CHUNK_ENTRIES,
+    BatchBudget,
+    compute_max_batch,
+    compute_prefill_budget,
+    partition_jobs,
+    schedule,
+)
 from afterglow.engine.types.adapters import LoadedAdapter
 from afterglow.engine.types.settings import EngineSettings
+from afterglow.engine.types.tile import RowTile
 from afterglow.errors import InvalidArgument
 from afterglow.testing import FakeBackend
 from support.play import Answer, collect, fake, play, prompt, request, set_prefill_cost
@@ -101,6 +110,49 @@ def test_a_long_prefill_does_not_stall_decoding_jobs():
     collect(answers, engine)
     assert len(answers["decoding"].tokens) == before + 1  # it got its token in the same decode
     assert sorted(engine.backend.decode_history[-1]) == [(0, 1), (1, 49)]  # the prefill got what fits into the gap
+
+
+@pytest.mark.parametrize(("max_token_gap", "rows"), [(0.055, 65), (0.1, 99), (0.03, 28)])
+def test_a_chunk_beside_an_answer_completes_a_tile_if_that_takes_little_longer(max_token_gap, rows):
+    settings = EngineSettings(max_token_gap=max_token_gap, speculation="off")
+    tile = RowTile(balanced_cells=2000)
+    engine = fake(batch_cells=512, settings=settings, cells_per_sequence=8192, row_tile=tile)
+    engine.submit(request("decoding", prompt(10, 1), max_tokens=60, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    costs = engine.prefix_cache.cost_model
+    costs.record_prefill = lambda *_: None  # what the fake backend takes is noise
+    costs.seconds_per_step, costs._time_unit = 0.001, RecentTimings()
+    costs._time_unit.add(0.001)
+    engine.submit(request("long", prompt(3000, 2)))
+    engine.step()
+    assert sorted(engine.backend.decode_history[-1]) == [(0, 1), (1, rows)]
+
+
+def test_the_last_chunk_of_a_prompt_takes_its_rest_with_it():
+    engine = fake(batch_cells=512, settings=EngineSettings(speculation="off"), row_tile=RowTile(balanced_cells=2000))
+    engine.submit(request("decoding", prompt(10, 1), max_tokens=60, ignore_eos=True))
+    for _ in range(5):
+        engine.step()
+    budget = BatchBudget(cells=512, prefill_entries=60, row_tile=engine.backend.capabilities.row_tile)
+    engine.submit(request("almost", prompt(63, 2)))
+    engine._admit_waiting()
+    decoding, prefilling, _ = partition_jobs(engine.running_jobs)
+    assert [rows for _, rows in schedule(decoding, prefilling, budget, 0.0)] == [1, 63]
+
+
+def test_prefill_after_many_tokens_is_expected_to_take_longer():
+    """Each row reads all cells, so that fewer rows fit into the gap between tokens."""
+    costs: list[float] = []
+    for tokens in (0, 4000):
+        engine = fake(batch_cells=512, cells_per_sequence=8192, row_tile=RowTile(balanced_cells=1000))
+        engine.prefix_cache.cost_model.record_prefill(64, 0.064, time_units=64.0)
+        engine.submit(request("long", prompt(5000, 2)))
+        engine._admit_waiting()
+        (running,) = engine.running_jobs
+        running.sequence.position = tokens
+        costs.append(engine._estimate_seconds_per_entry([running]))
+    assert costs == [0.001, 0.002]
 
 
 def test_a_short_prompt_overtakes_a_long_one():

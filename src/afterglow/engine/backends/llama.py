@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from afterglow.engine.backends.logits_hold import LogitsHold
-from afterglow.engine.backends.padding import RowPadding, build_row_padding
+from afterglow.engine.backends.padding import RowPadding, build_row_padding, build_row_tile
 from afterglow.engine.backends.threads import AdaptiveThreads, is_dynamic_allowed
 from afterglow.engine.types.adapters import AdapterSet, LoadedAdapter
 from afterglow.engine.types.backend import BackendCells, BackendState, Capabilities, DecodeSpan, Sampler
@@ -74,6 +74,7 @@ class LlamaBackend:
             copies_on_device=context.memory.copies_on_device,
             can_replay=kind in ("recurrent", "hybrid"),
             decode_threads=settings.threads if computes_on_cpu else 1,
+            row_tile=build_row_tile(context) if computes_on_cpu else None,
         )
         self.vocabulary_size = context.model.vocabulary.size
         self.eog_tokens = context.model.vocabulary.eog_tokens
@@ -94,8 +95,7 @@ class LlamaBackend:
 
     def pad_rows(self) -> None:
         """Pad small prefills on a CPU if that takes less time. It changes logits slightly."""
-        if self.capabilities.interruptible:
-            self.row_padding = build_row_padding(self.context)
+        self.row_padding = build_row_padding(self.context, self.capabilities.row_tile)
 
     def adapt_threads(self) -> None:
         """Decode with fewer threads while other programs use the cores. The number of threads changes logits slightly.

@@ -22,6 +22,7 @@ class CostModel:
         self.cell_bytes_per_entry = 0.0  # of a full state without its partial state; 0: not measured
         self.seconds_per_step = 1e-3  # decode without prompt entries
         self.step_costs = StepCosts()
+        self._time_unit = RecentTimings()  # seconds of a row without attention
         self._transfer = RecentTimings()  # seconds per byte
         self._disk = RunningAverage(1e-9)  # not the fastest reads, as for transfers: those come from the page cache
         self._bytes_per_entry = RunningAverage(20_000.0)
@@ -30,6 +31,11 @@ class CostModel:
     def seconds_per_entry(self) -> float:
         """Seconds of the prefill of one entry of a long prompt."""
         return self.prefill_costs.seconds_per_entry
+
+    @property
+    def seconds_per_time_unit(self) -> float:
+        """Seconds of the unit of `RowTile.estimate_time`; 0 if there is no tile or no prefill was measured."""
+        return self._time_unit.seconds
 
     @property
     def bytes_per_entry(self) -> float:
@@ -51,8 +57,10 @@ class CostModel:
         """Whether this engine has read files."""
         return self._disk.is_measured
 
-    def record_prefill(self, entries: int, seconds: float) -> None:
-        """Record a decode of prompt entries."""
+    def record_prefill(self, entries: int, seconds: float, time_units: float = 0.0) -> None:
+        """Record a decode of prompt entries, and what `RowTile` has estimated for it."""
+        if time_units:
+            self._time_unit.add(seconds / time_units)
         self.latest_seconds_per_entry = max(seconds / entries, 1e-9)
         self.prefill_costs.record(entries, seconds)
 

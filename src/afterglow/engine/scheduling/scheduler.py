@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from afterglow.engine.scheduling.job import Job, RunningJob, WaitingJob
 from afterglow.engine.types.backend import Capabilities
 from afterglow.engine.types.entries import EntryInterner, common_prefix_length, round_down_to_grid
+from afterglow.engine.types.tile import TILE_ROWS, RowTile
 
 AGING_ENTRIES_PER_SECOND = 64  # each second of waiting offsets this many remaining prompt entries
 MIN_CHUNK_ENTRIES = 16  # a prefill always advances by this much, however small the time budget
+MAX_TILE_OVERRUN = 1.25  # time of a chunk that completes a tile, of the time that it had without it
+MIN_SHARE_SAVED = 0.1  # of the time of a row, for which a chunk loses an incomplete tile
 MAX_DECODE_SECONDS = 0.5  # bound on a decode that cannot be interrupted
 MIN_DECODE_ROWS = 512  # that such a decode may have, however slow it is
 MAX_PAUSE_SECONDS = 2.0  # a paused job takes part in a decode at least this often, so that background work advances
@@ -25,6 +28,7 @@ class BatchBudget:
 
     cells: int  # rows of the batch
     prefill_entries: int  # bounds the delay that prefill adds to decoding jobs
+    row_tile: RowTile | None = None  # that chunks should fill
 
 
 def schedule(
@@ -35,6 +39,7 @@ def schedule(
     Decoding jobs come first, each with its newest token, generated entries to compute before it and draft tokens after
     it. Prefill chunks fill the rest, highest priority first, then shortest remaining prompt. Waiting time is subtracted
     from the remaining length, so no prompt of a priority starves. Prompts of lower priority share a minimal chunk.
+    A chunk may take somewhat longer than its budget to complete a row tile.
     """
     decode_cells = budget.cells - (min(MIN_CHUNK_ENTRIES, budget.cells // 2) if prefilling else 0)
     if len(decoding) > decode_cells:  # more jobs than the batch holds: least recently decoded first
@@ -51,11 +56,43 @@ def schedule(
     for running in ordered:
         if running.job.priority < ordered[0].job.priority:
             remaining = min(remaining, MIN_CHUNK_ENTRIES)
-        count = min(remaining, running.get_chunk_limit())
+        limit = running.get_chunk_limit()
+        count = min(remaining, limit)
+        if 0 < count < limit and budget.row_tile is not None:
+            count = _fill_tile(budget.row_tile, count, running, batch)
+            count = min(count, limit, budget.cells - sum([rows for _, rows in batch]))
         if count > 0:
             batch.append((running, count))
             remaining -= count
     return batch
+
+
+def _fill_tile(tile: RowTile, count: int, running: RunningJob, batch: Sequence[tuple[RunningJob, int]]) -> int:
+    """Return the entries of a chunk of about `count` whose last tile is complete."""
+    shared_rows = tile.count_shared_rows([(rows, other.sequence.position) for other, rows in batch])
+    if count <= shared_rows:
+        return count
+    return shared_rows + align_rows(tile, count - shared_rows, cells=running.sequence.position)
+
+
+def align_rows(tile: RowTile, rows: int, cells: int) -> int:
+    """Return the rows that a chunk of about `rows` should have after `cells`: whole tiles, if that pays.
+
+    It has more rows if that takes at most a quarter longer, and fewer if that makes each row notably faster.
+
+    >>> tile = RowTile(balanced_cells=2000)
+    >>> align_rows(tile, 54, 500), align_rows(tile, 20, 500), align_rows(tile, 80, 500), align_rows(tile, 80, 4000)
+    (64, 20, 80, 64)
+    """
+    fewer = rows // TILE_ROWS * TILE_ROWS
+    if fewer == rows:
+        return rows
+    time, more = tile.estimate_time(rows, cells), fewer + TILE_ROWS
+    if tile.estimate_time(more, cells) <= MAX_TILE_OVERRUN * time:
+        return more
+    if fewer and tile.estimate_time(fewer, cells) / fewer <= (1 - MIN_SHARE_SAVED) * time / rows:
+        return fewer
+    return rows
 
 
 def select_adapter_set(jobs: Sequence[RunningJob]) -> Sequence[RunningJob]:

@@ -13,6 +13,7 @@ from afterglow.engine.types.adapters import AdapterSet, LoadedAdapter
 from afterglow.engine.types.constraints import TokenBytes
 from afterglow.engine.types.entries import Entries
 from afterglow.engine.types.media import MediaEncoder
+from afterglow.engine.types.tile import RowTile
 from afterglow.errors import AfterglowError
 from afterglow.llama.projector import MediaEmbedding
 from afterglow.llama.sampling import Sampling
@@ -42,6 +43,7 @@ class Capabilities:
     computes_ahead: bool = False  # a decode returns before its logits are computed, so that it can be started early
     copies_on_device: bool = False  # copying a sequence takes no time: a GPU copies within its memory
     decode_threads: int = 1  # cores that a decode keeps busy
+    row_tile: RowTile | None = None  # rows of a sequence that take less time together
     can_replay: bool = False  # a sequence can return to a partial state that was saved before a decode
     # The first token of an answer can be sampled from stored logits. Otherwise a drafter needs to see the last entry of
     # every prompt decoded.
