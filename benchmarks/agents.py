@@ -2,8 +2,9 @@
 
 Runs the thirteen workloads of `workloads.py` on an attention model and on a hybrid one. Measures time to first token,
 total time, gaps between tokens, memory, and computed tokens relative to those that a cache without eviction computes.
-Beside each ratio it prints the one that llama-server would reach with such a cache, at its own speed. Less is possible
-with speculation, forced tokens of a grammar, and stored last logits.
+Beside each ratio it prints the one that llama-server would reach with such a cache. In the workloads in which it computes
+notably more, another llama-server measures it: before each request, outside of the measured time, its slot computes
+what an ideal cache has of the prompt. Less is possible with speculation, forced tokens of a grammar, and stored logits.
 
     python benchmarks/agents.py [--quick] [--only a,b] [--model smollm2|hybrid] [--pairs N] [--threads N]
 
@@ -27,9 +28,10 @@ from pathlib import Path
 
 import hybrid
 import psutil
-from measures import BARS, Result, run_alternating, summarize
+from measures import BARS, MEASURED_IDEAL, Result, run_alternating, summarize
 from peers import (
     PEERS,
+    IdealLlamaServer,
     KeepingLlamaServer,
     Peer,
     RenderingAfterglow,
@@ -92,16 +94,17 @@ class Bench:
     def _compare(
         self, letter: str, size: ServerSize, tokenizer: PromptTokenizer, servers: contextlib.ExitStack
     ) -> dict[str, list[dict[str, float]]]:
+        kinds = (*PEERS, IdealLlamaServer) if letter in MEASURED_IDEAL and not self.quick else PEERS
+
         def prepare(pair: int) -> None:
             if pair == 0 or letter in FRESH_SERVERS_PER_PAIR:
-                self._start_servers(size, tokenizer, servers)
+                self._start_servers(kinds, size, tokenizer, servers)
 
         def run(peer: str, pair: int) -> dict[str, float]:
-            # Both servers get the same texts; each pair has its own, so that nothing is cached yet.
+            # All servers get the same texts; each pair has its own, so that nothing is cached yet.
             return summarize(self._runners[peer].run(WORKLOADS[letter](f"{letter} {pair}", self.quick)))
 
-        names = [kind.name for kind in PEERS]
-        return run_alternating(self._get_pairs(letter), names, run, prepare)
+        return run_alternating(self._get_pairs(letter), [kind.name for kind in kinds], run, prepare)
 
     def _get_pairs(self, letter: str) -> int:
         has_time_bar = any(bar.ratio for bar in BARS[letter])
@@ -123,12 +126,18 @@ class Bench:
             context=QUICK_CONTEXT if has_shared_server else workload.context,
         )
 
-    def _start_servers(self, size: ServerSize, tokenizer: PromptTokenizer, servers: contextlib.ExitStack) -> None:
+    def _start_servers(
+        self,
+        kinds: tuple[type[Peer], ...],
+        size: ServerSize,
+        tokenizer: PromptTokenizer,
+        servers: contextlib.ExitStack,
+    ) -> None:
         """Start new servers. Quick runs reuse servers of the same size."""
         if self.quick and size == self._server_size:
             return
         servers.close()
-        peers = servers.enter_context(start_peers(size))
+        peers = servers.enter_context(start_peers(size, kinds))
         self._server_size, self._runners = size, {peer.name: WorkloadRunner(peer, tokenizer) for peer in peers}
         for name, runner in self._runners.items():  # warm-up: first-use costs of each process
             runner.run(WORKLOADS["i"](f"warming {name}", True))
@@ -156,9 +165,8 @@ def print_result(result: Result, quick: bool) -> None:
         sizes = f"cache {others.pop('cache_bytes') / 1e6:.1f} MB  resident {others.pop('resident') / 1e6:.0f} MB"
         rest = "  ".join(f"{name} {value:.3f}" for name, value in others.items())
         print(f"    {'':13} {counts}  {sizes}  {rest}")
-    server = result.get_medians("llama-server")
-    ratio, ideal = result.get_median("afterglow", "total") / server["total"], server["ideal"] / server["total"]
-    print(f"      total {ratio:.3f} of llama-server; it would take {ideal:.3f} with an ideal cache")
+    ratio = result.get_median("afterglow", "total") / result.get_median("llama-server", "total")
+    print(f"      total {ratio:.3f} of llama-server; it would take {result.get_ideal_ratio():.3f} with an ideal cache")
     for verdict in result.judge(quick):
         print(f"      {verdict}")
     print(f"      {len(result.runs['afterglow'])} pairs in {result.seconds:.0f} s")

@@ -127,6 +127,10 @@ class Peer:
 
     # --- requests
 
+    def prepare(self, slot: int, tokens: list[int]) -> dict[str, Any]:
+        """Prepare for a request whose prompt begins with `tokens`, all that an ideal cache has. Return its fields."""
+        return {}
+
     def get(self, path: str) -> dict[str, Any]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         try:
@@ -234,6 +238,8 @@ settings.fit_params, settings.warmup, settings.cont_batching = False, True, True
 settings.n_ctx, settings.n_parallel, settings.cpuparams.n_threads = context * slots, slots, threads
 settings.cpuparams_batch.n_threads, settings.port = threads, 0
 settings.slot_prompt_similarity = similarity
+if sys.argv[9]:
+    settings.cache_ram_mib = int(sys.argv[9])
 if sys.argv[7]:
     settings.mmproj.path = sys.argv[7]
 if sys.argv[8]:
@@ -244,13 +250,14 @@ sys.stdin.read()
 """
     SIMILARITY = 0.1  # minimum similarity of prompts that share a slot; llama-server's default
     VERBOSITY = 0  # a log would slow it down
+    CACHE_MIB = ""  # of prompts in RAM; llama-server's default
     CACHE_STATE = re.compile(r"cache state: \d+ prompts, ([\d.]+) MiB")
 
     def build_command(self) -> list[str]:
         size = self.size
         numbers = [str(n) for n in (size.threads, size.context, size.slots, self.VERBOSITY, self.SIMILARITY)]
         files = [str(file or "") for file in (size.projector, size.template)]
-        return [sys.executable, "-c", self.PROGRAM, str(size.model), *numbers, *files]
+        return [sys.executable, "-c", self.PROGRAM, str(size.model), *numbers, *files, self.CACHE_MIB]
 
     def build_ignore_eos(self) -> dict[str, Any]:
         return {"ignore_eos": True}
@@ -279,6 +286,27 @@ class KeepingLlamaServer(LlamaServer):
     name = "llama-server, keeping"
     SIMILARITY = 0.0
     VERBOSITY = 4  # the log has the size of the cache
+
+
+class IdealLlamaServer(LlamaServer):
+    """llama-server with the hits of an ideal cache: it computes the needed tokens of each request and no others.
+
+    Before each request, its slot computes what an ideal cache has of the prompt. That is not measured.
+    """
+
+    name = "llama-server, ideal"
+    CACHE_MIB = "0"  # its hits do not depend on the history
+
+    def prepare(self, slot: int, tokens: list[int]) -> dict[str, Any]:
+        if tokens:
+            body = {"prompt": tokens, "n_predict": 0, "id_slot": slot, "stream": False}
+            connection = self.post(body, "/completion")
+            response = connection.getresponse()
+            text = response.read()
+            connection.close()
+            if response.status != 200:
+                raise SystemExit(f"{self.name}: HTTP status {response.status}: {text.decode()[:500]}")
+        return {"id_slot": slot}
 
 
 PEERS: tuple[type[Peer], ...] = (Afterglow, LlamaServer)

@@ -68,6 +68,7 @@ class Reply:
 
     ask: Ask
     sent_at: float
+    prompt: list[int] = field(default_factory=list)  # tokens, without those of images and native tools
     chunk_times: list[float] = field(default_factory=list)  # of chunks with text
     text: str = ""
     reasoning: str = ""
@@ -109,13 +110,14 @@ class WorkloadRunner:
         self._conversations: dict[str, list[Message]] = {}
         self._last_prompts: dict[str, list[Message]] = {}  # of agents with native tools
         self._was_restarted = False
+        self._unmeasured_seconds = 0.0  # of preparations
 
     def run(self, workload: Workload) -> WorkloadRun:
         """Run all steps in order."""
         self._conversations, self._last_prompts = {}, {}
         run, before = WorkloadRun(), self.peer.get_cache_bytes()
         for step in workload.steps:
-            started = time.perf_counter()
+            started, self._unmeasured_seconds = time.perf_counter(), 0.0
             match step:
                 case Ask():
                     run.replies += self._send([step])
@@ -129,7 +131,7 @@ class WorkloadRunner:
                     self.peer.start()
                     self._was_restarted = True
                     continue
-            run.seconds += time.perf_counter() - started
+            run.seconds += time.perf_counter() - started - self._unmeasured_seconds
         run.cache_bytes = self.peer.get_cache_bytes() - before
         run.resident_bytes = self.peer.resident_bytes
         return run
@@ -137,7 +139,8 @@ class WorkloadRunner:
     def _send(self, asks: Sequence[Ask]) -> list[Reply]:
         """Send all requests at once. Those with `after` wait until the others have received that many chunks."""
         bodies = [self._build_body(ask) for ask in asks]
-        replies = [Reply(ask, 0.0) for ask in asks]
+        replies = [self._start_reply(ask) for ask in asks]
+        self._prepare(replies, bodies)
         progress = Progress([reply for reply in replies if not reply.ask.after])
 
         def run(reply: Reply, body: dict[str, Any]) -> None:
@@ -152,13 +155,15 @@ class WorkloadRunner:
         return replies
 
     def _disconnect(self, step: HangUp) -> Reply:
-        connection = self.peer.post(self._build_body(step.ask))
+        gone, body = self._build_body(step.ask), self._build_body(step.other)
+        reply = self._start_reply(step.other)
+        reply.after_disconnect = True
+        connection = self.peer.post(gone)
         time.sleep(step.seconds)
         assert connection.sock is not None
         connection.sock.close()
         connection.close()
-        reply = Reply(step.other, 0.0, after_disconnect=True)
-        receive(reply, self.peer.chat, self._build_body(step.other))
+        receive(reply, self.peer.chat, body)
         self._record(reply)
         return reply
 
@@ -178,25 +183,39 @@ class WorkloadRunner:
         schema = {"name": "answer", "schema": ask.schema, "strict": True}
         return body | {"response_format": {"type": "json_schema", "json_schema": schema}}
 
+    def _start_reply(self, ask: Ask) -> Reply:
+        """Count the tokens of the prompt that the ideal cache computes, without those of images, and add the prompt."""
+        reply, conversation = Reply(ask, 0.0), self._conversations[ask.talk]
+        if isinstance(ask, CallTools):
+            before = self._last_prompts.get(ask.talk, [])
+            reply.needed_tokens = self._tokenizer.count_needed(before, conversation, ask.tools)
+            self._last_prompts[ask.talk] = list(conversation)
+        else:
+            reply.prompt = self._tokenizer.tokenize_prompt(conversation)
+            reply.needed_tokens = self.ideal_cache.add_prompt(reply.prompt)
+        return reply
+
+    def _prepare(self, replies: Sequence[Reply], bodies: Sequence[dict[str, Any]]) -> None:
+        """Let the server prepare for the requests, one per slot. That is not measured."""
+        started = time.perf_counter()
+        for slot, (reply, body) in enumerate(zip(replies, bodies, strict=True)):
+            body |= self.peer.prepare(slot, reply.prompt[: -reply.needed_tokens])
+        self._unmeasured_seconds += time.perf_counter() - started
+
     def _record(self, reply: Reply) -> None:
-        """Count the tokens that the ideal cache computes, and append the answer to its conversation."""
+        """Append the answer to its conversation, and add it to the ideal cache."""
         conversation = self._conversations[reply.ask.talk]
         if isinstance(reply.ask, CallTools):
             self._record_calls(reply, reply.ask, conversation)
             return
-        tokens = self._tokenizer.tokenize_prompt(conversation)
-        reply.needed_tokens = self.ideal_cache.add_prompt(tokens)
         if any(isinstance(message["content"], list) for message in reply.ask.says):
-            reply.needed_tokens += reply.prompt_tokens - len(tokens)  # all tokens of a new image are needed
-        self.ideal_cache.add_completion(tokens, self._tokenizer.tokenize(reply.text))
+            reply.needed_tokens += reply.prompt_tokens - len(reply.prompt)  # all tokens of a new image are needed
+        self.ideal_cache.add_completion(reply.prompt, self._tokenizer.tokenize(reply.text))
         conversation.append({"role": "assistant", "content": reply.text})
         reply.after_restart, self._was_restarted = self._was_restarted, False
 
     def _record_calls(self, reply: Reply, ask: CallTools, conversation: list[Message]) -> None:
         """Append the calls and their results to the conversation, as a client that parses the arguments does."""
-        before = self._last_prompts.get(ask.talk, [])
-        reply.needed_tokens = self._tokenizer.count_needed(before, conversation, ask.tools)
-        self._last_prompts[ask.talk] = list(conversation)
         calls = [
             {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": arguments}}
             for call in reply.calls.values()

@@ -6,7 +6,8 @@ import json
 
 import hybrid
 import pytest
-from peers import Afterglow, LlamaServer, ServerSize, start_peers
+from measures import MEASURED_IDEAL
+from peers import Afterglow, IdealLlamaServer, LlamaServer, ServerSize, start_peers
 from workload_runner import AGENT_TEMPLATE, PromptTokenizer, WorkloadRunner
 from workloads import WORKLOADS
 
@@ -51,6 +52,15 @@ def test_hardly_any_token_is_computed_twice(runner, letter):
         assert reply.chunk_times
         if reply.ask.schema is None:
             assert len(reply.text.split()) == reply.ask.answer  # each token is a word
+
+
+def test_the_server_with_an_ideal_cache_computes_the_needed_tokens_and_no_others(path, tokenizer):
+    size = ServerSize(model=path, threads=1, slots=9, context=2048)
+    with start_peers(size, (IdealLlamaServer,)) as (peer,):
+        runner = WorkloadRunner(peer, tokenizer)
+        for letter in MEASURED_IDEAL:
+            replies = runner.run(WORKLOADS[letter](f"test {letter}", True)).replies
+            assert [reply.computed_tokens for reply in replies] == [reply.needed_tokens for reply in replies]
 
 
 def test_native_calls_and_reasoning_are_computed_once(path, tokenizer):

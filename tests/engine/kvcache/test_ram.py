@@ -264,7 +264,7 @@ def test_nothing_is_stored_if_computing_is_cheaper():
     cost_model = engine.prefix_cache.cost_model
     set_prefill_cost(engine, 1e-9)
     cost_model.record_transfer(1_000_000, 1e3, entries=0)
-    cost_model.record_prefill = lambda entries, seconds: None  # type: ignore[method-assign]
+    cost_model.record_prefill = lambda *_: None  # type: ignore[method-assign]
     ask_each(engine, [prompt(60, 1), prompt(60, 2)])
     assert engine.prefix_cache.store.ram.counters.saves == 0
 
