@@ -2,9 +2,9 @@
 
 Runs the thirteen workloads of `workloads.py` on an attention model and on a hybrid one. Measures time to first token,
 total time, gaps between tokens, memory, and computed tokens relative to those that a cache without eviction computes.
-Beside each ratio it prints the one that llama-server would reach with such a cache. In the workloads in which it computes
-notably more, another llama-server measures it: before each request, outside of the measured time, its slot computes
-what an ideal cache has of the prompt. Less is possible with speculation, forced tokens of a grammar, and stored logits.
+Beside each ratio it prints the one that llama-server would reach with such a cache. Where llama-server computes notably
+more tokens, a third server measures that: before each request, outside of the measured time, its slot computes what an
+ideal cache has of the prompt. Less is possible with speculation, forced tokens of a grammar, and stored last logits.
 
     python benchmarks/agents.py [--quick] [--only a,b] [--model smollm2|hybrid] [--pairs N] [--threads N]
 

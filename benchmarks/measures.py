@@ -48,7 +48,7 @@ BARS: dict[str, tuple[Bar, ...]] = {
     "m": (),
 }
 # Every workload but (l), whose bar is lower than what an ideal cache of llama-server would reach in it. The time with an
-# ideal cache is measured where llama-server computes notably more than that (`MEASURED_IDEAL`), and estimated elsewhere.
+# ideal cache is measured where llama-server computes notably more (`MEASURED_IDEAL`), and estimated elsewhere.
 IDEAL_BAR = Bar(measure="total", limit=1.05, full=True, reference="ideal")
 MEASURED_IDEAL_BAR = Bar(measure="total", limit=1.05, full=True, peer=IDEAL)
 MEASURED_IDEAL = "bcdem"
