@@ -113,7 +113,8 @@ class RenderedConversation:
     control_pattern: re.Pattern[str]
     messages: Sequence[Message]
     has_tools: bool
-    render_other: Callable[[TemplateInput], str]  # renders another conversation with the same options
+    # Renders other conversations with the same options. None: the template rejects it.
+    render_others: Callable[[Sequence[TemplateInput]], list[str | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +189,16 @@ class PromptBuilder:
         escape = functools.cache(functools.partial(self._escaper.escape, separator=separator))
         options: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs, "escape": escape}
 
-        def render_other(other: TemplateInput) -> str:
-            other_tools = tools if other.tools is None else other.tools
-            return self._render(other.messages, separator, tools=other_tools, add_generation_prompt=False, **options)
+        def render_others(others: Sequence[TemplateInput]) -> list[str | None]:
+            conversations = [(other.messages, tools if other.tools is None else other.tools) for other in others]
+            texts = self._template.render_others(
+                conversations, separator=separator, add_generation_prompt=False, **options
+            )
+            return [None if text is None else restore_separator(text, separator) for text in texts]
 
-        text = self._render(messages, separator, tools=tools, **options)
+        text = restore_separator(
+            self._template.render(messages, separator=separator, tools=tools, **options), separator
+        )
         if continuation is not None:
             text += continuation(text, escape)
         return RenderedConversation(
@@ -202,7 +208,7 @@ class PromptBuilder:
             control_pattern=self._control_pattern,
             messages=messages,
             has_tools=bool(tools),
-            render_other=render_other,
+            render_others=render_others,
         )
 
     def build(
@@ -220,12 +226,19 @@ class PromptBuilder:
         tokens = [token for span in spans for token in span.tokens]
         boundaries, system_length = set[int](), 0
 
-        def count_shared_tokens(other: TemplateInput) -> int:
-            """Count the tokens that the prompt shares with the rendering of another conversation."""
+        def count_shared_tokens(others: Sequence[TemplateInput]) -> list[int]:
+            """Count the tokens that the prompt shares with the rendering of each of other conversations.
+
+            0: the template rejects it. Some templates render only complete conversations.
+            """
             try:
-                common = len(find_common_prefix(rendered.render_other(other), text))
-            except InvalidTemplate:
-                return 0  # some templates render only complete conversations
+                texts = rendered.render_others(others) if others else []
+            except InvalidTemplate:  # it took too long
+                return [0] * len(others)
+            return [0 if other is None else count_tokens(len(find_common_prefix(other, text))) for other in texts]
+
+        def count_tokens(common: int) -> int:
+            """Count the tokens of the first characters of the text, as far as they do not depend on the others."""
             count = 0
             for span in spans:
                 if span.end > common:  # diverges inside
@@ -242,7 +255,8 @@ class PromptBuilder:
                 rendered.messages, separator, count_shared_tokens, rendered.has_tools
             )
         entries, positions, media = expand_placeholders(tokens, placeholders)
-        lengths = [(positions[count_shared_tokens(other)], retention) for other, retention in breakpoints]
+        counts = count_shared_tokens([other for other, _ in breakpoints])
+        lengths = [(positions[count], retention) for count, (_, retention) in zip(counts, breakpoints, strict=True)]
         return ChatPrompt(
             entries=entries,
             boundaries=frozenset(positions[boundary] for boundary in boundaries - {0, len(tokens)}),
@@ -267,29 +281,21 @@ class PromptBuilder:
         self,
         messages: Sequence[Message],
         separator: str,
-        count_shared_tokens: Callable[[TemplateInput], int],
+        count_shared_tokens: Callable[[Sequence[TemplateInput]], list[int]],
         has_tools: bool,
     ) -> tuple[set[int], int]:
         """Return the boundaries, and the length of the system messages and tools, in tokens."""
-        boundaries, system_length, system_count = set(), 0, count_system_messages(messages)
+        system_count = count_system_messages(messages)
         # A later prompt is likely to diverge after the system messages and after one of the last messages.
-        last_counts = range(max(1, len(messages) - BOUNDARY_MESSAGES), len(messages) + 1)
-        for count in {system_count, *last_counts} - {0}:
-            boundary = count_shared_tokens(TemplateInput(blank_next_message(messages, count, separator)))
-            boundary = boundary or count_shared_tokens(TemplateInput(messages[:count]))
-            boundaries.add(boundary)
-            system_length = boundary if count == system_count else system_length
+        counts = {system_count, *range(max(1, len(messages) - BOUNDARY_MESSAGES), len(messages) + 1)} - {0}
         if has_tools and not system_count:
-            system_length = count_shared_tokens(TemplateInput(blank_next_message(messages, 0, separator)))
-            boundaries.add(system_length)
-        return boundaries, system_length
-
-    def _render(self, messages: Sequence[Message], separator: str, **options: Any) -> str:
-        """Render messages. Templates that print values as Python or ASCII JSON spell the separator: restore it."""
-        text = self._template.render(messages, separator=separator, **options)
-        for spelling in spell(separator):
-            text = text.replace(spelling, separator)
-        return text
+            counts.add(0)
+        blanked = [TemplateInput(blank_next_message(messages, count, separator)) for count in sorted(counts)]
+        boundaries = dict(zip(sorted(counts), count_shared_tokens(blanked), strict=True))
+        refused = [count for count, boundary in boundaries.items() if count and not boundary]
+        cut = [TemplateInput(messages[:count]) for count in refused]
+        boundaries |= zip(refused, count_shared_tokens(cut), strict=True)
+        return {*boundaries.values()}, boundaries.get(system_count, 0)
 
     def tokenize(
         self, text: str, separator: str = "", placeholders: MediaPlaceholders = NO_MEDIA, *, add_bos: bool = True
@@ -303,6 +309,17 @@ class PromptBuilder:
         if add_bos and self._vocabulary.adds_bos and bos is not None and tokens[:1] != [bos]:
             tokens.insert(0, bos)
         return tokens
+
+
+def restore_separator(text: str, separator: str) -> str:
+    """Restore the separator in rendered text: templates that print values as Python or ASCII JSON spell it.
+
+    >>> restore_separator(r"a\\u2063b", "\u2063") == "a\u2063b"
+    True
+    """
+    for spelling in spell(separator):
+        text = text.replace(spelling, separator)
+    return text
 
 
 def blank_next_message(messages: Sequence[Message], count: int, separator: str) -> list[Message]:

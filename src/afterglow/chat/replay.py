@@ -427,8 +427,9 @@ class Replayer:
             number = sum(other.role == "assistant" for other in self.messages[: message.place.index])
             indexes = [index for index, other in enumerate(rendered.messages) if other.role == "assistant"]
             with contextlib.suppress(InvalidTemplate, IndexError):
-                others = rendered.render_other(TemplateInput(rendered.messages[: indexes[number] + 1]))
-                yield start + len(find_common_prefix(others, text)[start:].rstrip())
+                (other,) = rendered.render_others([TemplateInput(rendered.messages[: indexes[number] + 1])])
+                if other is not None:
+                    yield start + len(find_common_prefix(other, text)[start:].rstrip())
 
     def _has_same_parts(self, generated: GeneratedMessage, before: str, rendered: str) -> bool:
         """Return whether a rendered message has the generated parts in their order."""

@@ -230,3 +230,19 @@ def test_every_string_of_the_client_is_escaped():
     assert '"a"' not in text
     assert text.count('"A"') == 12
     assert text.endswith("<s>")
+
+
+def test_conversations_that_are_rendered_together_are_rejected_one_by_one():
+    source = "{{ raise_exception('no system') if messages[0].role == 'system' }}{{ messages[-1].content }}"
+    conversations = [
+        (parse_messages([("user", "one")]), []),
+        ([], []),
+        (parse_messages([("system", "a"), ("user", "b")]), []),  # its system message is moved to the user's
+        (parse_messages([("user", "two")]), []),
+    ]
+    with ChatTemplate(source) as template:
+        first, none, moved, last = template.render_others(conversations)
+        assert (first, none, last) == ("one", None, "two")
+        assert moved == template.render(conversations[2][0])
+        assert moved is not None
+        assert "a" in moved

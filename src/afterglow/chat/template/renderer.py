@@ -33,8 +33,8 @@ from afterglow.chat.template.capabilities import (
 from afterglow.closeable import Closeable
 from afterglow.errors import InvalidTemplate
 
-# Limits of one `render`: start of the child, capability detection and all fallbacks. The first is CPU time of the
-# child: on busy cores the time on the clock says little.
+# Limits of one conversation: start of the child, capability detection and all fallbacks. The first is CPU time of the
+# child: on busy cores the time on the clock says little. The second is that of all conversations of a call.
 RENDER_CPU_SECONDS = 5.0
 RENDER_WALL_SECONDS = 60.0
 LIMIT_CHECK_SECONDS = 0.1  # interval between checks of the limits
@@ -104,24 +104,64 @@ class ChatTemplate(Closeable):
         variables. `separator` is the text that it inserts. Everything together takes at most five seconds of CPU
         time.
         """
-        budget = RenderBudget()
+        (text,) = self._render_all(
+            [(messages, tools)],
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+            escape=escape,
+            separator=separator,
+        )
+        if isinstance(text, TemplateRefused):
+            raise text
+        return text
+
+    def render_others(
+        self, conversations: Sequence[tuple[Sequence[Message], Sequence[Mapping[str, Any]]]], **options: Any
+    ) -> list[str | None]:
+        """Render several conversations, each with its tools, in less time than one by one.
+
+        The text of one that the template rejects is None. The options are those of `render`, and so is the time limit
+        of each conversation.
+
+        >>> with ChatTemplate("{{ messages[0].content }}!") as template:
+        ...     template.render_others([([Message(role="user", content="Hello")], []), ([], [])])
+        ['Hello!', None]
+        """
+        return [
+            None if isinstance(text, TemplateRefused) else text for text in self._render_all(conversations, **options)
+        ]
+
+    def _render_all(
+        self,
+        conversations: Sequence[tuple[Sequence[Message], Sequence[Mapping[str, Any]]]],
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        escape: Callable[[str], str] = str,
+        separator: str = "",
+    ) -> list[str | TemplateRefused]:
+        """Render conversations in one exchange with the child. Each one that the template rejects has its fallbacks."""
+        budget = RenderBudget(len(conversations))
         capabilities = self.get_capabilities(budget)
-        adapted = adapt_messages(messages, capabilities)
-        variables = self._build_variables(list(tools) or None, capabilities.empty_as_none, add_generation_prompt)
-        variables |= dict(chat_template_kwargs or {})
-        variables = {name: map_strings(value, escape) for name, value in variables.items()}
 
-        def render_messages(conversation: Sequence[Message]) -> str:
-            dicts = [map_strings(to_template_message(message, capabilities), escape) for message in conversation]
-            return self._render_dicts(dicts, variables, budget, separator)
+        def escape_conversation(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+            variables = self._build_variables(list(tools) or None, capabilities.empty_as_none, add_generation_prompt)
+            variables |= dict(chat_template_kwargs or {})
+            variables |= {"messages": [to_template_message(message, capabilities) for message in messages]}
+            return {name: map_strings(value, escape) for name, value in variables.items()}
 
-        try:
-            return render_messages(adapted)
-        except TemplateRefused as refusal:
-            for rewrite in iter_fallbacks(adapted):
-                with contextlib.suppress(TemplateRefused):
-                    return render_messages(rewrite)
-            raise refusal from None
+        adapted = [(adapt_messages(messages, capabilities), tools) for messages, tools in conversations]
+        requests = [escape_conversation(*conversation) for conversation in adapted]
+        texts = self._send_conversations(requests, budget, separator)
+        for index, (messages, tools) in enumerate(adapted):
+            if isinstance(texts[index], str):
+                continue
+            for rewrite in iter_fallbacks(messages):
+                (text,) = self._send_conversations([escape_conversation(rewrite, tools)], budget, separator)
+                if isinstance(text, str):
+                    texts[index] = text
+                    break
+        return texts
 
     def get_capabilities(self, budget: RenderBudget | None = None) -> TemplateCapabilities:
         """Return what the template supports. Detected on the first call."""
@@ -132,10 +172,9 @@ class ChatTemplate(Closeable):
             def render_probe(
                 messages: Sequence[TemplateDict], tools: Sequence[TemplateDict] | None, empty_as_none: bool
             ) -> str | None:
-                try:
-                    return self._render_dicts(messages, self._build_variables(tools, empty_as_none, True), probe_budget)
-                except TemplateRefused:
-                    return None
+                variables = self._build_variables(tools, empty_as_none, True) | {"messages": messages}
+                (text,) = self._send_conversations([variables], probe_budget)
+                return text if isinstance(text, str) else None
 
             self._capabilities = detect_capabilities(self.source, render_probe)
         return self._capabilities
@@ -156,32 +195,33 @@ class ChatTemplate(Closeable):
             variables["tools"] = tools
         return variables | ({"documents": None} if empty_as_none else {})
 
-    def _render_dicts(
-        self,
-        messages: Sequence[TemplateDict],
-        render_variables: dict[str, Any],
-        budget: RenderBudget,
-        separator: str = "",
-    ) -> str:
+    def _send_conversations(
+        self, conversations: Sequence[dict[str, Any]], budget: RenderBudget, separator: str = ""
+    ) -> list[str | TemplateRefused]:
+        """Let the child render conversations, each given by its variables."""
         now = self._clock()
         dates = {"date_string": now.strftime("%d %b %Y"), "datetime": now.strftime("%b %d %Y")}
-        variables = {**self._variables, **dates, **render_variables, "messages": messages}
-        request = json.dumps(
-            {"template": self.source, "variables": variables, "separator": separator, "now": now.isoformat()}
-        )
+        request = {
+            "template": self.source,
+            "variables": {**self._variables, **dates},
+            "conversations": conversations,
+            "separator": separator,
+            "now": now.isoformat(),
+        }
         with self._lock:
-            reply = self._send_request(request, budget)
-        if "error" in reply:
-            raise TemplateRefused(reply["error"], reply["line"])
-        return str(reply["text"])
+            replies = self._send_request(json.dumps(request), budget)
+        return [
+            TemplateRefused(reply["error"], reply["line"]) if "error" in reply else str(reply["text"])
+            for reply in replies
+        ]
 
-    def _send_request(self, request: str, budget: RenderBudget) -> dict[str, Any]:
+    def _send_request(self, request: str, budget: RenderBudget) -> list[dict[str, Any]]:
         """Send a request to the child. If the child died, e.g. was killed, send it once more to a new one."""
         for _ in range(MAX_CHILDREN_PER_REQUEST):
             child = self._child or self._start_child()
             try:
-                reply: dict[str, Any] = json.loads(exchange_line(child, request.encode() + b"\n", budget))
-                return reply
+                replies: list[dict[str, Any]] = json.loads(exchange_line(child, request.encode() + b"\n", budget))
+                return replies
             except ChildDied:
                 self._stop_child()
             except BaseException:  # e.g. an interrupt: the late reply must not be read as that to the next request
@@ -238,10 +278,10 @@ def start_child() -> subprocess.Popen[bytes]:
 
 
 class RenderBudget:
-    """Time left to one `render`, over all its requests to the child."""
+    """Time left to the rendering of some conversations, over all its requests to the child."""
 
-    def __init__(self) -> None:
-        self._cpu_seconds = RENDER_CPU_SECONDS
+    def __init__(self, conversations: int = 1) -> None:
+        self._cpu_seconds = conversations * RENDER_CPU_SECONDS
         self._deadline = time.monotonic() + RENDER_WALL_SECONDS
 
     def is_spent(self, used_cpu_seconds: float) -> bool:
@@ -275,11 +315,14 @@ def exchange_line(child: subprocess.Popen[bytes], request: bytes, budget: Render
     poll.register(writing, select.POLLOUT)
     line, unsent = bytearray(), memoryview(request)
     started = last_check = time.monotonic()
-    cpu_at_start, used = get_cpu_seconds(child.pid), 0.0
+    cpu_at_start, used = None, 0.0
     while not line.endswith(b"\n"):
         ready = dict(poll.poll(1000 * LIMIT_CHECK_SECONDS))
         if time.monotonic() - last_check >= LIMIT_CHECK_SECONDS:
-            last_check, used = time.monotonic(), get_cpu_seconds(child.pid) - cpu_at_start
+            last_check, cpu_seconds = time.monotonic(), get_cpu_seconds(child.pid)
+            if cpu_at_start is None:  # before the first check, at most the time that has passed
+                cpu_at_start = cpu_seconds - (last_check - started)
+            used = cpu_seconds - cpu_at_start
             if budget.is_spent(used):
                 raise TemplateExhausted(f"it exceeded the limit of {RENDER_CPU_SECONDS:.0f} s", None)
         if writing in ready:

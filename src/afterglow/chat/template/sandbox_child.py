@@ -1,6 +1,7 @@
 """Child process that renders chat templates: a template from a model file is untrusted input.
 
-Reads one JSON object per line (template, variables, separator, now) and writes one per line (text, or error and line).
+Reads one JSON object per line (template, variables, conversations, separator, now) and writes one list per line: the
+text, or error and line, of each conversation. A conversation is an object of further variables.
 Limits memory and output size here; the parent process limits the time. Separators in names and texts (see
 `chat.control_tokens`) change neither the order of sorted values nor which member a name finds.
 """
@@ -200,7 +201,11 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         now = datetime.datetime.fromisoformat(request["now"])
-        print(json.dumps(render(request["template"], request["variables"], now, request["separator"])), flush=True)
+        replies = [
+            render(request["template"], {**request["variables"], **conversation}, now, request["separator"])
+            for conversation in request["conversations"]
+        ]
+        print(json.dumps(replies), flush=True)
 
 
 if __name__ == "__main__":
