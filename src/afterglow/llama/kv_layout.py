@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from afterglow.errors import InvalidState
 from afterglow.llama import page_buffers
-from afterglow.llama.parallel import run_parallel
+from afterglow.llama.parallel import copy_parallel
 
 HEADER_BYTES = 8  # magic and sequence
 STATE_MAGIC = 0xAF143CD8
@@ -241,7 +241,7 @@ def join_cells(
             part.cells[:, start : start + len(block)] = part.view_rows(block)
 
     starts = itertools.accumulate((len(block) for block in blocks), initial=0)
-    run_parallel(copy_block, zip(starts, blocks, strict=False))
+    copy_parallel(count * layout.cell_bytes, copy_block, zip(starts, blocks, strict=False))
     data[at:size] = 0  # the other streams have no cells of this sequence
     if tail is not None:
         data[size:] = tail

@@ -139,6 +139,23 @@ def test_orphaned_checkpoints_are_searched_only_after_entries_were_dropped(monke
     assert engine.prefix_cache.all_checkpoints == []
 
 
+def test_checkpoints_with_stored_cells_are_searched_for_again_only_after_a_loss(monkeypatch):
+    engine = fake("hybrid", EngineSettings(block_size=8, ram_cache_bytes=10**8), sequences=1)
+    cache, searched = engine.prefix_cache, []
+    has_path = cache.store.tree.has_path
+    monkeypatch.setattr(cache.store.tree, "has_path", lambda *path: searched.append(path) or has_path(*path))
+    for seed in range(4):  # each takes the only sequence
+        ask(engine, prompt(120, seed), boundaries=frozenset({64}), max_tokens=1)
+    count = len(searched)
+    ask(engine, prompt(120, 9), max_tokens=1)
+    assert len(cache.all_checkpoints) > 4
+    assert len(searched) - count <= 4  # of the sequence that was evicted, and of the new one
+    cache.store.tree.remove(cache.store.tree.get(searched[0][0]))
+    count = len(searched)
+    ask(engine, prompt(120, 10), max_tokens=1)
+    assert len(searched) - count > 4
+
+
 def test_checkpoints_are_dropped_with_the_stored_cells_before_them():
     """Also if, at that time, the only conversation on the device is extended and drops nothing."""
     engine = fake("hybrid", EngineSettings(block_size=8, ram_cache_bytes=10**8), sequences=1)

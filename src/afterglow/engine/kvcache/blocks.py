@@ -137,6 +137,7 @@ class BlockTree:
         self._by_key: dict[bytes, Block] = {}
         self._children: dict[bytes, list[Block]] = {}  # by parent key, in the order of `get_sort_key`
         self.loss_count = 0  # number of blocks removed so far
+        self.path_loss_count = 0  # number of them that no longer block has replaced
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -231,6 +232,7 @@ class BlockTree:
             descendant = pending.pop()
             pending += self.get_children(descendant.key)
             self._forget(descendant)
+            self.path_loss_count += 1
 
     def remove_unreferenced(self, block: Block) -> None:
         """Remove a block and all its descendants if no tier holds it."""

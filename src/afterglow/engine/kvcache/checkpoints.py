@@ -37,6 +37,7 @@ class Checkpoint:
     key: bytes = b""
     tier: str = "ram"  # name of the tier that holds the state
     pinned_until: float = 0.0  # as of a block; a pinned prefix is restored from it
+    stored_cells_seen_at: int = -1  # path losses of the block tree when it had all cells before this
     last_used: float = field(default_factory=time.monotonic)
 
     @property

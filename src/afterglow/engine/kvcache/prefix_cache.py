@@ -775,7 +775,7 @@ class PrefixCache:
 
     def _drop_orphaned_checkpoints(self, *, include_standalone: bool = False) -> None:
         """Drop the checkpoints whose cells are gone. `include_standalone`: also check those that need no cells."""
-        loss_count = sum([slot.loss_count for slot in self.slots]) + self.store.tree.loss_count
+        loss_count = sum([slot.loss_count for slot in self.slots]) + self.store.tree.path_loss_count
         if include_standalone or (
             loss_count != self._last_loss_count and self._backend.capabilities.checkpoints_need_cells
         ):
@@ -786,10 +786,14 @@ class PrefixCache:
 
     def _has_cells_for(self, checkpoint: Checkpoint) -> bool:
         """Return whether all cells before a checkpoint are on the device or stored."""
+        block_losses = self.store.tree.path_loss_count
+        if checkpoint.stored_cells_seen_at == block_losses:
+            return True
+        if self.store.has_cells_for(checkpoint):
+            checkpoint.stored_cells_seen_at = block_losses
+            return True
         entries, namespace = checkpoint.entries, checkpoint.namespace
         busy = [slot for slot in self.slots if slot.busy and slot.namespace == namespace]
-        return (
-            self._idle_tree.match(entries, namespace).length == checkpoint.position
-            or any(common_prefix_length(slot.entries, entries) == checkpoint.position for slot in busy)
-            or self.store.has_cells_for(checkpoint)
+        return self._idle_tree.match(entries, namespace).length == checkpoint.position or any(
+            common_prefix_length(slot.entries, entries) == checkpoint.position for slot in busy
         )

@@ -33,7 +33,7 @@ from afterglow.engine.types.entries import Entries, EntryInterner, common_prefix
 from afterglow.engine.types.settings import EngineSettings
 from afterglow.errors import InvalidState
 from afterglow.llama import page_buffers
-from afterglow.llama.parallel import run_parallel
+from afterglow.llama.parallel import copy_parallel
 
 logger = logging.getLogger("afterglow.engine.kvcache.store")
 
@@ -271,7 +271,8 @@ class TieredStore:
                 if not self.ram.evict_until_free(sum(sizes[index:portion_end]), protected):
                     outcome = self._reject_store()
                     break
-                portion.extend(run_parallel(cells.copy_rows, itertools.pairwise(first_cells[index : portion_end + 1])))
+                rows_of_blocks = itertools.pairwise(first_cells[index : portion_end + 1])
+                portion.extend(copy_parallel(sum(sizes[index:portion_end]), cells.copy_rows, rows_of_blocks))
             rows = portion.popleft()
             block = Block(
                 key=self.hasher.hash_block(parent, chunk),
