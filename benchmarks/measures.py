@@ -47,8 +47,8 @@ BARS: dict[str, tuple[Bar, ...]] = {
     "l": (Bar(measure="total", limit=0.25, full=True),),
     "m": (),
 }
-# Every workload but (l), whose bar is lower than what an ideal cache of llama-server would reach in it. The time with an
-# ideal cache is measured where llama-server computes notably more (`MEASURED_IDEAL`), and estimated elsewhere.
+# Every workload but (l), whose bar is lower than what an ideal cache of llama-server would reach in it. The time with
+# an ideal cache is measured where llama-server computes notably more (`MEASURED_IDEAL`), and estimated elsewhere.
 IDEAL_BAR = Bar(measure="total", limit=1.05, full=True, reference="ideal")
 MEASURED_IDEAL_BAR = Bar(measure="total", limit=1.05, full=True, peer=IDEAL)
 MEASURED_IDEAL = "bcdem"
