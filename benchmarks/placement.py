@@ -57,12 +57,23 @@ def make_request(name: str, entries: list[int], sequence: int | None, length: in
     )  # fmt: skip
 
 
+def reset(engine: Engine, histories: list[list[int]]) -> None:
+    """Let each sequence hold its history and nothing else, so that no run computes what another one dropped."""
+    engine.prefix_cache.pack, pack = (lambda *_: 0), engine.prefix_cache.pack  # type: ignore[method-assign]
+    for slot, history in zip(engine.prefix_cache.slots, histories, strict=True):
+        if list(slot.entries[:HISTORY_TOKENS]) != history:
+            run(engine, [make_request(f"fill{slot.number}-{time.monotonic()}", history, slot.number, 1)])
+        slot.truncate(HISTORY_TOKENS)
+        assert list(slot.entries) == history
+    engine.prefix_cache.pack = pack  # type: ignore[method-assign]
+
+
 def measure_counts(engine: Engine, counts: list[int], length: int, vocabulary_size: int) -> list[dict[str, object]]:
     """Return a row for each count of busy sequences. Answers have `length` tokens."""
     sequences = engine.backend.capabilities.sequences
     rng = np.random.default_rng(1)
     histories = [rng.integers(1, vocabulary_size, HISTORY_TOKENS).tolist() for _ in range(sequences)]
-    run(engine, [make_request(f"fill{n}", history, n, 1) for n, history in enumerate(histories)])
+    reset(engine, histories)
     pack, choose = engine.prefix_cache.pack, random.Random(2)
     rows = []
     for count in counts:
@@ -79,6 +90,7 @@ def measure_counts(engine: Engine, counts: list[int], length: int, vocabulary_si
                     make_request(f"{name}{count}-{round_number}-{n}", [*histories[n], 2, 3], n, length) for n in chosen
                 ]
                 speeds[name].append(run(engine, requests)[0])
+                reset(engine, histories)
         medians = {name: statistics.median(values) for name, values in speeds.items()}
         ratio = medians["spread"] / medians["packed"]
         rows.append({"busy": count, **medians, "ratio": ratio, "apart_ratio": medians["apart"] / medians["packed"],
