@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from afterglow.engine.kvcache.cost_model import CostModel, StepCosts
+from afterglow.engine.types.tile import RowTile
 
 
 def test_the_first_measurement_replaces_each_estimate():
@@ -25,6 +26,16 @@ def test_short_prefills_do_not_change_the_cost_of_an_entry_of_a_long_one():
     for _ in range(20):
         cost_model.record_prefill(12, 0.005)
     assert cost_model.seconds_per_entry == pytest.approx(2e-5)
+
+
+def test_attention_to_the_tokens_before_counts_once_a_decode_in_tiles_was_measured():
+    cost_model = CostModel(RowTile(balanced_cells=1000))
+    cost_model.record_prefill(512, 0.512)
+    assert cost_model.estimate_prefill_seconds(20, after=2000) == pytest.approx(0.02)
+    cost_model.record_prefill(512, 0.512, time_units=512)
+    assert cost_model.estimate_prefill_seconds(20, after=1990) == pytest.approx(0.06)
+    assert cost_model.estimate_prefill_seconds(64, after=1968) == pytest.approx(0.064 * 1.5)  # a whole tile
+    assert cost_model.estimate_prefill_seconds(0, after=1968) == 0
 
 
 def test_a_lasting_change_of_speed_is_followed():

@@ -15,6 +15,7 @@ from afterglow.engine.kvcache import explain
 from afterglow.engine.kvcache.blocks import Block
 from afterglow.engine.types.backend import DecodeSpan
 from afterglow.engine.types.settings import CheckpointSettings, EngineSettings
+from afterglow.engine.types.tile import RowTile
 from afterglow.llama import page_buffers
 from afterglow.llama.settings import ContextSettings
 from afterglow.testing import models
@@ -267,6 +268,19 @@ def test_nothing_is_stored_if_computing_is_cheaper():
     cost_model.record_prefill = lambda *_: None  # type: ignore[method-assign]
     ask_each(engine, [prompt(60, 1), prompt(60, 2)])
     assert engine.prefix_cache.store.ram.counters.saves == 0
+
+
+@pytest.mark.parametrize(("row_tile", "saves"), [(None, 0), (RowTile(balanced_cells=50), 1)])
+def test_few_tokens_after_many_are_stored_if_attention_to_those_takes_long(row_tile, saves):
+    engine = fake("attention", SMALL_BLOCKS, sequences=1, row_tile=row_tile)
+    cost_model, system = engine.prefix_cache.cost_model, prompt(600, 1)
+    cost_model.record_prefill(64, 0.064, time_units=64.0)  # 1 ms without attention
+    cost_model.record_prefill = cost_model.record_transfer = lambda *_: None  # type: ignore[method-assign]
+    ask(engine, [*system, *prompt(20, 2)])
+    (slot,) = engine.prefix_cache.slots
+    cost_model._transfer.add(0.06 / engine.backend.get_state_size(slot.seq_id, "full"))
+    ask(engine, [*system, *prompt(20, 3)])  # drops the end of the first conversation: 20 to 24 ms, or 12 times that
+    assert engine.prefix_cache.store.ram.counters.saves == saves
 
 
 @every_kind

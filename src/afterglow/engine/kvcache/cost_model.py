@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections import deque
 from typing import Any
 
+from afterglow.engine.types.tile import RowTile
+
 NEW_SAMPLE_WEIGHT = 0.2  # weight of a new measurement in a running average
 MIN_MEASURED_BYTES = 256 * 1024  # smaller transfers measure only the overhead of a call
 MIN_MEASURED_READ_BYTES = 4 * 1024**2  # the same for reads of files, which have more of it
@@ -16,7 +18,9 @@ INITIAL_SECONDS_PER_BYTE = 2e-10  # until a transfer was measured
 class CostModel:
     """Measured costs. The initial values are estimates; the first measurement replaces them."""
 
-    def __init__(self) -> None:
+    def __init__(self, row_tile: RowTile | None = None) -> None:
+        """With the `row_tile` of the backend, if it has one."""
+        self._row_tile = row_tile
         self.prefill_costs = PrefillCosts()
         self.latest_seconds_per_entry = INITIAL_SECONDS_PER_ENTRY  # prefill of one entry in the latest decode
         self.cell_bytes_per_entry = 0.0  # of a full state without its partial state; 0: not measured
@@ -113,6 +117,19 @@ class CostModel:
     def seconds_per_row(self) -> float:
         """Seconds of a decode of one row, which reads all weights."""
         return self.step_costs.estimate_seconds(1, self.seconds_per_step)
+
+    def estimate_prefill_seconds(self, entries: int, after: int) -> float:
+        """Return the expected seconds to compute entries after others.
+
+        >>> cost_model = CostModel(RowTile(balanced_cells=1000))
+        >>> cost_model.record_prefill(512, 0.512, time_units=512)
+        >>> cost_model.estimate_prefill_seconds(20, after=0), cost_model.estimate_prefill_seconds(20, after=1990)
+        (0.0202, 0.06)
+        """
+        if self._row_tile is None or not self.seconds_per_time_unit or not entries:
+            return entries * self.seconds_per_entry
+        time_units = self._row_tile.estimate_decode_time([(entries, after + entries // 2)])
+        return time_units * self.seconds_per_time_unit
 
     def estimate_copy_seconds(self, entries: int) -> float:
         """Return the expected seconds to copy a sequence between streams: one transfer out and one in."""

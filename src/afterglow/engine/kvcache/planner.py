@@ -120,7 +120,8 @@ def plan_prefix(inputs: PlanInputs) -> PrefixPlan | None:
 
 
 def _estimate_compute_seconds(inputs: PlanInputs, plan: PrefixPlan) -> float:
-    return (len(inputs.prompt) - plan.reuse_length) * inputs.cost_model.seconds_per_entry
+    missing = len(inputs.prompt) - plan.reuse_length
+    return inputs.cost_model.estimate_prefill_seconds(missing, after=plan.reuse_length)
 
 
 def _find_reusable_length(
@@ -151,7 +152,7 @@ def _list_continue_options(inputs: PlanInputs) -> Iterator[tuple[float, PrefixPl
         length, checkpoint = _find_reusable_length(inputs, candidate, is_copy=False)
         if length:
             transfer = inputs.estimate_store_seconds and inputs.estimate_store_seconds(len(slot))
-            recompute = (len(slot) - length) * inputs.cost_model.seconds_per_entry
+            recompute = inputs.cost_model.estimate_prefill_seconds(len(slot) - length, after=length)
             cost = estimate_eviction_cost(recompute, candidate.idle_seconds, transfer)
             yield cost, Continue(slot, length, checkpoint)
 

@@ -90,7 +90,7 @@ class PrefixCache:
     """
 
     def __init__(self, backend: Backend, interner: EntryInterner, settings: EngineSettings, grid: int = 0) -> None:
-        self.cost_model = CostModel()
+        self.cost_model = CostModel(backend.capabilities.row_tile)
         self._backend = backend
         self._interner = interner
         self._checkpoint_settings = settings.checkpoints
@@ -490,7 +490,8 @@ class PrefixCache:
         start = positions[-1] if positions else 0
         if start in choose_positions_to_drop([*positions, len(sequence)], self._checkpoint_settings.max_checkpoints):
             return False
-        recompute = max((len(sequence) - start) * self.cost_model.seconds_per_entry, self.cost_model.seconds_per_row)
+        recompute = self.cost_model.estimate_prefill_seconds(len(sequence) - start, after=start)
+        recompute = max(recompute, self.cost_model.seconds_per_row)
         transfer = self._backend.get_state_size(sequence.seq_id, "partial") * self.cost_model.seconds_per_byte
         return estimate_eviction_cost(recompute, 0.0, transfer) < estimate_eviction_cost(recompute, 0.0)
 
@@ -613,14 +614,14 @@ class PrefixCache:
 
         For an idle engine, storing costs nothing, and loading counts alone.
         """
-        lost = len(slot) - max(self._count_recoverable(slot), remaining)
-        if lost <= 0:
+        kept = max(self._count_recoverable(slot), remaining)
+        if kept >= len(slot):
             return False
         if self.store.is_pinned(slot.entries, slot.namespace, 0):
             return True
         idle_seconds = time.monotonic() - slot.last_used
         transfer = self._backend.get_state_size(slot.seq_id, "full") * self.cost_model.seconds_per_byte
-        recompute = lost * self.cost_model.seconds_per_entry
+        recompute = self.cost_model.estimate_prefill_seconds(len(slot) - kept, after=kept)
         if is_idle:
             return transfer < recompute
         cost_if_stored = estimate_eviction_cost(recompute, idle_seconds, transfer)
@@ -765,8 +766,9 @@ class PrefixCache:
 
     def _estimate_eviction_cost(self, slot: Sequence) -> float:
         """Return the expected seconds that evicting a sequence costs; 0 if other sequences hold the same entries."""
+        unique = self._idle_tree.count_unique_entries(slot)
         return estimate_eviction_cost(
-            self._idle_tree.count_unique_entries(slot) * self.cost_model.seconds_per_entry,
+            self.cost_model.estimate_prefill_seconds(unique, after=len(slot) - unique),
             time.monotonic() - slot.last_used,
             self._estimate_store_seconds(len(slot)) if self._can_store else None,
         )
