@@ -32,7 +32,7 @@ from afterglow.agents import (
 from afterglow.agents.permissions import Decision
 from afterglow.agents.toolbox import AgentToolLike
 from afterglow.api.model import Model
-from afterglow.errors import InvalidArgument, InvalidGrammar, PromptTooLong, UnsupportedOperation
+from afterglow.errors import InvalidArgument, InvalidGrammar, InvalidState, PromptTooLong, UnsupportedOperation
 from afterglow.testing import models
 from afterglow.testing.script import script_answers, write_call
 
@@ -254,6 +254,23 @@ def test_a_run_is_resumed_with_its_options(model: Model) -> None:
     assert play(model, ["Another answer?"], resumed._drive()).text == "Another answer"
     with pytest.raises(InvalidArgument):
         play(model, ["1"], agent.start("Go.", response_format=formats)._drive())
+
+
+def test_a_run_that_is_continued_elsewhere_is_not_continued_twice(model: Model) -> None:
+    """Otherwise both processes would make the call."""
+    desk = Desk()
+    agent = Agent(model, tools=desk.tools)
+    waiting = play(model, [write_call("save", text="the report")], agent.start("Save it.")._drive())
+    first, second = (agent.resume(waiting.run_id, {waiting.waiting[0].call.id: "allow"}) for _ in range(2))
+    assert play(model, ["It is saved."], first._drive()).status == "answered"
+    rows = agent.store.read(waiting.run_id)
+    with pytest.raises(InvalidState, match=f"the run {waiting.run_id} is continued elsewhere"):
+        play(model, ["It is saved."], second._drive())
+    assert desk.calls == ["save the report"]
+    assert agent.store.read(waiting.run_id) == rows
+    third = agent.resume(waiting.run_id)
+    third.say("Save nothing else.")
+    assert play(model, ["Fine."], third._drive()).text == "Fine."
 
 
 def test_a_limit_ends_a_run_with_a_last_answer_in_words_and_the_reason(model: Model) -> None:

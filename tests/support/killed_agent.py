@@ -33,10 +33,11 @@ def build_agent(
     class PointedStore(RunStore):
         """A store with a point before and after every transaction."""
 
-        def append(self, run: str, rows: Any) -> None:
+        def append(self, run: str, rows: Any, *, after: int | None = None) -> int:
             pass_point()
-            super().append(run, rows)
+            newest = super().append(run, rows, after=after)
             pass_point()
+            return newest
 
     @effect("write")
     def save(text: str) -> str:

@@ -107,6 +107,7 @@ class Run:
         self._tools: dict[str, AgentTool] = {}
         self._policy: Policy | None = None
         self._resumed_from: Mapping[str, Any] | None = None  # first row of a restored run
+        self._last_row = 0  # id in the store of the newest row of the run
         self._given_answers: Mapping[str, Decision] = {}
         self._unwritten: list[tuple[str, Mapping[str, Any]]] = []  # rows of a run that was not opened yet
         self._running: set[str] = set()  # calls
@@ -335,11 +336,11 @@ class Run:
             self._state.unanswered.clear()
             self._write(*[("resumed", {})] if self.outcome is not None else [])
         elif self._resumed_from is None:
-            self.agent.store.append(self.id, [("started", self._describe_start()), *self._unwritten])
+            self._append([("started", self._describe_start()), *self._unwritten])
         else:
             self._check_tools(self._resumed_from)
             answers = [("answered", {"call": id, "decision": answer}) for id, answer in self._given_answers.items()]
-            self.agent.store.append(self.id, [("resumed", {}), *answers, *self._unwritten])
+            self._append([("resumed", {}), *answers, *self._unwritten])
             self._state.answers |= self._given_answers
         self._policy = self._build_policy()
 
@@ -384,9 +385,12 @@ class Run:
         if self._policy is None:
             self._unwritten += rows
         elif rows:
-            self.agent.store.append(self.id, rows)
+            self._append(rows)
         for kind, body in rows:
             apply_row(self._state, kind, body)
+
+    def _append(self, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        self._last_row = self.agent.store.append(self.id, rows, after=self._last_row)
 
     # --- the history
 
@@ -664,6 +668,7 @@ class Run:
         for row in rows[1:]:
             apply_row(run._state, row.kind, row.body)
         run._resumed_from, run._given_answers = started, dict(answers)
+        run._last_row = rows[-1].id
         pending = {call.id for call in run._state.pending}
         for id, answer in answers.items():
             if id not in pending:

@@ -73,7 +73,7 @@ class RunStore(Closeable):
     """Runs of agents in one file, which processes may share. Without a path they are in memory.
 
     >>> with RunStore() as store:
-    ...     store.append("a-run", [("started", {"task": "Look around."})])
+    ...     _ = store.append("a-run", [("started", {"task": "Look around."})])
     ...     store.verify().rows
     1
     """
@@ -91,18 +91,27 @@ class RunStore(Closeable):
         except OSError as error:
             raise InvalidArgument("store", f"{self.path} cannot be opened: {error}") from None
 
-    def append(self, run: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-        """Write the rows of one step, all or none of them."""
+    def append(self, run: str, rows: Sequence[tuple[str, Mapping[str, Any]]], *, after: int | None = None) -> int:
+        """Write the rows of one step, all or none of them. Return the id of the last one.
+
+        `after` is the id of the newest row of the run that the caller knows, 0 for none. Raises `InvalidState` if there
+        is a newer one: then another process continues the run.
+        """
         with self._transaction() as connection:
+            newest = connection.execute("SELECT COALESCE(MAX(id), 0) FROM rows WHERE run = ?", (run,)).fetchone()[0]
+            if after is not None and newest != after:
+                raise InvalidState(f"the run {run} is continued elsewhere; resume it when that has ended")
             last = connection.execute("SELECT digest FROM rows ORDER BY id DESC LIMIT 1").fetchone()
             digest = last[0] if last else FIRST_DIGEST
             for kind, body in rows:
                 now, text = time.time(), json.dumps(body, ensure_ascii=True, sort_keys=True)
                 digest = compute_digest(digest, run, now, kind, text)
-                connection.execute(
+                inserted = connection.execute(
                     "INSERT INTO rows (run, time, kind, body, digest) VALUES (?, ?, ?, ?, ?)",
                     (run, now, kind, text, digest),
                 )
+                newest = inserted.lastrowid
+        return int(newest)
 
     def read(self, run: str, *, missing_ok: bool = False) -> list[Row]:
         """Return the rows of a run. Raises `InvalidArgument` if there is no such run, unless it may be missing."""
