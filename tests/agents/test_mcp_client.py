@@ -232,9 +232,23 @@ def test_servers_are_read_from_the_usual_file(tmp_path: Path) -> None:
         load_mcp_servers(path)
 
 
+@pytest.mark.parametrize("transport", ["http", "streamable-http", "streamableHttp"])
+def test_the_transport_of_a_server_may_be_named(tmp_path: Path, transport: str) -> None:
+    path = tmp_path / "mcp.json"
+    entries = {"near": {"type": "stdio", "command": "x"}, "far": {"type": transport, "url": "http://127.0.0.1:1/mcp"}}
+    path.write_text(json.dumps({"mcpServers": entries}))
+    assert [server.name for server in load_mcp_servers(path)] == ["near", "far"]
+    entries["far"]["type"] = "sse"
+    path.write_text(json.dumps({"mcpServers": entries}))
+    with pytest.raises(InvalidArgument, match="far: type must be http or streamable-http, not 'sse'"):
+        load_mcp_servers(path)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("type", "sse"),
+        ("type", "http"),  # with a command
         ("command", ["python", "-m", "server"]),
         ("args", "-m server"),
         ("args", [8080]),

@@ -26,6 +26,8 @@ ANSWER_SECONDS = 2.0  # to a short request, after a call that did not end
 MAX_TOOLS = 500
 MAX_NAME_CHARACTERS = 64
 MAX_DESCRIPTION_CHARACTERS = 4_000
+# Values of `type`, by the field that such a server has. Clients spell streamable HTTP in several ways.
+FILE_TRANSPORTS = {"command": ("stdio",), "url": ("http", "streamable-http", "streamableHttp", "streamable_http")}
 FILE_FIELDS: dict[str, tuple[type, str]] = {
     **dict.fromkeys(("command", "cwd", "url", "type"), (str, "text")),
     "args": (list, "a list of texts"),
@@ -105,6 +107,9 @@ def _build_from_file(name: str, entry: Mapping[str, Any], where: str) -> McpServ
             raise InvalidArgument("mcp", f"{where}: {field} must be {text}")  # the value may be a secret
     if ("url" in entry) == ("command" in entry):
         raise InvalidArgument("mcp", f"{where} must have either a command or a url")
+    transports = FILE_TRANSPORTS["url" if "url" in entry else "command"]
+    if (transport := entry.get("type", transports[0])) not in transports:
+        raise InvalidArgument("mcp", f"{where}: type must be {' or '.join(transports[:2])}, not {transport!r}")
     server = entry["url"] if "url" in entry else [entry["command"], *entry.get("args", ())]
     return mcp(
         server,
