@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,32 @@ def test_a_run_waits_is_resumed_and_forked_without_prefill(server: ServerProcess
     assert run.outcome.text == "It is saved."
     assert run.outcome.spent.computed - waiting.spent.computed < 60  # the result; the prompt has 800 tokens
     assert all(outcome.spent.computed < 60 for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{broken", "does not answer as an OpenAI API does, but with '{broken'"),
+        ("[]", "does not answer as an OpenAI API does"),
+        ('{"choices": [{"delta": {"tool_calls": [{}]}}]}', "does not answer as an OpenAI API does"),
+        ('{"error": "no memory"}', ": no memory"),
+    ],
+)
+def test_an_answer_of_another_kind_of_server_is_an_error(line: str, message: str) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(f"data: {line}\n\n".encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as other:
+        thread = threading.Thread(target=other.handle_request)
+        thread.start()
+        with pytest.raises(EngineError, match=re.escape(message)):
+            Agent.connect(f"http://127.0.0.1:{other.server_port}").start("Go.").wait()
+        thread.join()
 
 
 def test_errors_of_the_server_name_it(server: ServerProcess) -> None:

@@ -21,6 +21,7 @@ from afterglow.engine.types.request import Usage
 from afterglow.errors import EngineError, InvalidArgument, RequestError, UnsupportedOperation
 
 CONNECT_SECONDS = 10.0
+MAX_QUOTED_CHARACTERS = 200  # of an answer that cannot be read
 SAME_FIELDS = frozenset(
     {
         *("max_tokens", "min_tokens", "seed", "stop", "deadline", "overflow", "ignore_eos", "replay"),
@@ -109,7 +110,7 @@ class RemoteStream:
         try:
             async for line in self._response.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
-                    for part in self._read_chunk(json.loads(line.removeprefix("data: "))):
+                    for part in self._read_line(line.removeprefix("data: ")):
                         self._parts.append(part)
                         yield part
         except httpx.HTTPError as error:
@@ -119,9 +120,17 @@ class RemoteStream:
         if not self._finish:
             raise EngineError(f"the response of {self._url} has no end")
 
+    def _read_line(self, line: str) -> list[OutputPart]:
+        try:
+            return self._read_chunk(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            text = line if len(line) <= MAX_QUOTED_CHARACTERS else f"{line[:MAX_QUOTED_CHARACTERS]}…"
+            raise EngineError(f"{self._url} does not answer as an OpenAI API does, but with {text!r}") from None
+
     def _read_chunk(self, chunk: dict[str, Any]) -> list[OutputPart]:
         if "error" in chunk:
-            raise EngineError(f"{self._url}: {chunk['error'].get('message', chunk['error'])}")
+            error = chunk["error"]
+            raise EngineError(f"{self._url}: {error.get('message', error) if isinstance(error, dict) else error}")
         self._usage = chunk.get("usage") or self._usage
         self._overflow = chunk.get("overflow") or self._overflow
         parts: list[OutputPart] = []
