@@ -387,8 +387,9 @@ def test_an_encrypted_object_is_bound_to_its_name(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_no_url_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="s3://bucket/path"):
-        check_store_url("bucket")
+    for url in ("bucket", "s3://", "s3:///path", "gs://", "https://"):
+        with pytest.raises(InvalidArgument, match="s3://bucket/path"):
+            check_store_url(url)
     with pytest.raises(InvalidArgument, match="cannot be read"):
         read_key(tmp_path / "none")
     (tmp_path / "short").write_text("abcd")

@@ -26,7 +26,7 @@ MAX_RETRIES = 2
 RETRY_TIMEOUT = timedelta(seconds=5)
 NONCE_BYTES, TAG_BYTES, KEY_BYTES = 12, 16, 32
 ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT")  # of S3, read by the library
-SUPPORTED_URL = re.compile(r"(s3|s3a|gs|az|azure|abfss?|https?|file|memory)://.*")
+SUPPORTED_URL = re.compile(r"(s3|s3a|gs|az|azure|abfss?|https?)://[^/].*|(file|memory)://.*")
 
 
 def check_store_url(url: str) -> str:
