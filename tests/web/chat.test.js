@@ -6,6 +6,7 @@ import { test } from "node:test";
 import { Api, ApiError } from "../../src/afterglow/web/api.js";
 import { Chat, describeGeneration } from "../../src/afterglow/web/chat.js";
 import { EventParser } from "../../src/afterglow/web/sse.js";
+import { openStorage } from "../../src/afterglow/web/storage.js";
 
 /** A server that stores conversations and answers chats with given chunks. */
 class RecordedServer {
@@ -222,4 +223,20 @@ test("events may be cut anywhere", () => {
     const events = [...parser.push(source.slice(0, cut)), ...parser.push(source.slice(cut))];
     assert.deepEqual(events, ['{"a":1}', "x\ny"], String(cut));
   }
+});
+
+test("values last as long as the page if the browser blocks or fills its storage", () => {
+  const full = { setItem: () => { throw new Error("QuotaExceededError"); } };
+  for (const getStorage of [() => { throw new Error("SecurityError"); }, () => full, () => null]) {
+    const storage = openStorage(getStorage);
+    assert.equal(storage.getItem("a"), null);
+    storage.setItem("a", 5);
+    assert.equal(storage.getItem("a"), "5");
+    storage.removeItem("a");
+    assert.equal(storage.getItem("a"), null);
+  }
+  const values = new Map();
+  const real = { setItem: (name, value) => values.set(name, value), removeItem: (name) => values.delete(name) };
+  assert.equal(openStorage(() => real), real);
+  assert.equal(values.size, 0);
 });

@@ -485,6 +485,24 @@ def test_a_server_with_keys_asks_for_one_and_keeps_it_for_the_tab(browser: Brows
         expect(other.locator("#api-key")).to_be_visible()
 
 
+def test_the_page_works_where_the_browser_blocks_its_storage(context: BrowserContext, server: ServerProcess) -> None:
+    """As with all cookies blocked: reading the attribute raises an error."""
+    for name in ("localStorage", "sessionStorage"):
+        context.add_init_script(
+            f"Object.defineProperty(window, '{name}', {{get() {{ throw new DOMException('no', 'SecurityError'); }}}});"
+        )
+    page = context.new_page()
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(server.url)
+    choose_model(page, HOSTILE_MODEL)
+    page.get_by_role("button", name="Light, dark or as the system").click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    ask(page, "Hello")
+    assert get_last_text(page)
+    assert not problems
+
+
 def test_the_page_sends_no_requests_while_it_waits_for_a_key(context: BrowserContext) -> None:
     with run_server(f"tiny={models.get_path('successor-attention')}", "--lazy-load", "--api-key", "secret") as server:
         page = context.new_page()

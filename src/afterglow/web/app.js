@@ -6,6 +6,7 @@ import { h, icon, iconButton, replace } from "./dom.js";
 import { firstLine } from "./format.js";
 import * as icons from "./icons.js";
 import { Session } from "./session.js";
+import { openStorage } from "./storage.js";
 import "./cache-view.js";
 import "./chat-view.js";
 import "./model-picker.js";
@@ -16,10 +17,11 @@ import "./tree-view.js";
 const THEME_NAME = "afterglow-theme";
 const THEMES = ["auto", "light", "dark"];
 const PROBLEM_SECONDS = 8;
+const pageStorage = openStorage(() => localStorage);
 
 class App extends HTMLElement {
-  #api = new Api(sessionStorage, (...request) => fetch(...request));
-  #session = new Session(this.#api, localStorage);
+  #api = new Api(openStorage(() => sessionStorage), (...request) => fetch(...request));
+  #session = new Session(this.#api, pageStorage);
   #chat = new Chat(this.#api);
   #chatView = h("ag-chat", { id: "chat" });
   #cacheView = h("ag-cache", { id: "cache", hidden: true });
@@ -32,7 +34,7 @@ class App extends HTMLElement {
   #refresh = 0;
 
   connectedCallback() {
-    applyTheme(localStorage.getItem(THEME_NAME));
+    applyTheme(pageStorage.getItem(THEME_NAME));
     const picker = h("ag-model-picker").setUp(this.#session);
     const tab = (path, name, address) => h("a", { href: address, class: "tab", "data-view": address }, icon(path), h("span", {}, name));
     const head = h("header", {},
@@ -195,7 +197,7 @@ function applyTheme(theme) {
 
 function changeTheme() {
   const next = THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length];
-  localStorage.setItem(THEME_NAME, next);
+  pageStorage.setItem(THEME_NAME, next);
   applyTheme(next);
 }
 
