@@ -57,7 +57,6 @@ from afterglow.engine.types.request import (
     Request,
 )
 from afterglow.engine.types.settings import EngineSettings
-from afterglow.engine.types.tile import TILE_ROWS
 from afterglow.engine.verify import GetLogits, append_forced, drop_rejected, sample_and_verify
 from afterglow.errors import AfterglowError, Cancelled, Closed, DecodeFailed, InvalidArgument, KVCacheFull
 
@@ -473,12 +472,11 @@ class Engine:
         return entries
 
     def _estimate_seconds_per_entry(self, prefilling: Sequence[RunningJob]) -> float:
-        """Return the expected seconds of one prompt entry, computed in row tiles if the backend has them."""
-        cost_model, tile = self.prefix_cache.cost_model, self.backend.capabilities.row_tile
-        if tile is None or not cost_model.seconds_per_time_unit or not prefilling:
+        """Return the expected seconds of the next entries of these prompts, each."""
+        cost_model = self.prefix_cache.cost_model
+        if not prefilling:
             return cost_model.seconds_per_entry
-        cells = max([running.sequence.position for running in prefilling])
-        return cost_model.seconds_per_time_unit * tile.estimate_time(TILE_ROWS, cells) / TILE_ROWS
+        return cost_model.estimate_seconds_per_entry(after=max([running.sequence.position for running in prefilling]))
 
     def _is_media_ready(self, running: RunningJob) -> bool:
         """Return whether the job's next entry can be computed. Fail the job if its media cannot be encoded."""
@@ -601,7 +599,7 @@ class Engine:
         `new_rows` are those without draft tokens and recomputed entries. Of a decoding job, they are the newest token
         and the forced ones before it, `forced` of all jobs. A decode with more has prefill.
         """
-        jobs, tile = len(spans), self.backend.capabilities.row_tile
+        jobs = len(spans)
         if forced and new_rows == jobs + forced:  # its costs are neither those of a decode step nor of a prefill
             self.speculator.loss_budget.elapsed_seconds += seconds
         elif new_rows == jobs:
@@ -609,8 +607,8 @@ class Engine:
             self.speculator.record_decode(rows, jobs, tokens, seconds)
         else:
             self.speculator.loss_budget.elapsed_seconds += seconds
-            time_units = tile.estimate_decode_time([(span.rows, span.position) for span in spans]) if tile else 0.0
-            self.prefix_cache.cost_model.record_prefill(rows, seconds, time_units)
+            rows_and_cells = ((span.rows, span.position) for span in spans)
+            self.prefix_cache.cost_model.record_prefill(rows, seconds, rows_and_cells)
 
     def _add_savings_to_usage(self, jobs: list[RunningJob], first_event: int) -> None:
         """Add what a decode has saved to the usage of the jobs that ended in it, whose events are the newest ones."""

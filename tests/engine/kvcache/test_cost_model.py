@@ -32,7 +32,7 @@ def test_attention_to_the_tokens_before_counts_once_a_decode_in_tiles_was_measur
     cost_model = CostModel(RowTile(balanced_cells=1000))
     cost_model.record_prefill(512, 0.512)
     assert cost_model.estimate_prefill_seconds(20, after=2000) == pytest.approx(0.02)
-    cost_model.record_prefill(512, 0.512, time_units=512)
+    cost_model.record_prefill(512, 0.512, [(512, 0)])
     assert cost_model.estimate_prefill_seconds(20, after=1990) == pytest.approx(0.06)
     assert cost_model.estimate_prefill_seconds(64, after=1968) == pytest.approx(0.064 * 1.5)  # a whole tile
     assert cost_model.estimate_prefill_seconds(0, after=1968) == 0

@@ -274,7 +274,7 @@ def test_nothing_is_stored_if_computing_is_cheaper():
 def test_few_tokens_after_many_are_stored_if_attention_to_those_takes_long(row_tile, saves):
     engine = fake("attention", SMALL_BLOCKS, sequences=1, row_tile=row_tile)
     cost_model, system = engine.prefix_cache.cost_model, prompt(600, 1)
-    cost_model.record_prefill(64, 0.064, time_units=64.0)  # 1 ms without attention
+    cost_model.record_prefill(64, 0.064, [(64, 0)])  # 1 ms without attention
     cost_model.record_prefill = cost_model.record_transfer = lambda *_: None  # type: ignore[method-assign]
     ask(engine, [*system, *prompt(20, 2)])
     (slot,) = engine.prefix_cache.slots

@@ -146,7 +146,7 @@ def test_prefill_after_many_tokens_is_expected_to_take_longer():
     costs: list[float] = []
     for tokens in (0, 4000):
         engine = fake(batch_cells=512, cells_per_sequence=8192, row_tile=RowTile(balanced_cells=1000))
-        engine.prefix_cache.cost_model.record_prefill(64, 0.064, time_units=64.0)
+        engine.prefix_cache.cost_model.record_prefill(64, 0.064, [(64, 0)])
         engine.submit(request("long", prompt(5000, 2)))
         engine._admit_waiting()
         (running,) = engine.running_jobs

@@ -32,7 +32,7 @@ class RowPadding:
         if max(rows) * SINGLE_ROW_COST < TILE_ROWS:
             return {}
         limits = [self._tile.count_min_rows(span.position) for span in spans]
-        small = self._tile.count_shared_rows([(len(span.entries), span.position) for span in spans])
+        small = self._tile.count_shared_rows([(count, span.position) for count, span in zip(rows, spans, strict=True)])
         padding: dict[int, int] = {}
         for span, count, limit in zip(spans, rows, limits, strict=True):
             if limit <= count - small < TILE_ROWS:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
-from afterglow.engine.types.tile import RowTile
+from afterglow.engine.types.tile import TILE_ROWS, RowTile
 
 NEW_SAMPLE_WEIGHT = 0.2  # weight of a new measurement in a running average
 MIN_MEASURED_BYTES = 256 * 1024  # smaller transfers measure only the overhead of a call
@@ -26,7 +27,7 @@ class CostModel:
         self.cell_bytes_per_entry = 0.0  # of a full state without its partial state; 0: not measured
         self.seconds_per_step = 1e-3  # decode without prompt entries
         self.step_costs = StepCosts()
-        self._time_unit = RecentTimings()  # seconds of a row without attention
+        self._time_unit = RecentTimings()  # seconds of the unit of `RowTile.estimate_time`
         self._transfer = RecentTimings()  # seconds per byte
         self._disk = RunningAverage(1e-9)  # not the fastest reads, as for transfers: those come from the page cache
         self._bytes_per_entry = RunningAverage(20_000.0)
@@ -35,11 +36,6 @@ class CostModel:
     def seconds_per_entry(self) -> float:
         """Seconds of the prefill of one entry of a long prompt."""
         return self.prefill_costs.seconds_per_entry
-
-    @property
-    def seconds_per_time_unit(self) -> float:
-        """Seconds of the unit of `RowTile.estimate_time`; 0 if there is no tile or no prefill was measured."""
-        return self._time_unit.seconds
 
     @property
     def bytes_per_entry(self) -> float:
@@ -61,10 +57,10 @@ class CostModel:
         """Whether this engine has read files."""
         return self._disk.is_measured
 
-    def record_prefill(self, entries: int, seconds: float, time_units: float = 0.0) -> None:
-        """Record a decode of prompt entries, and what `RowTile` has estimated for it."""
-        if time_units:
-            self._time_unit.add(seconds / time_units)
+    def record_prefill(self, entries: int, seconds: float, spans: Iterable[tuple[int, int]] = ()) -> None:
+        """Record a decode of prompt entries. `spans` are its rows of each sequence, with the cells before them."""
+        if self._row_tile is not None and (spans := list(spans)):
+            self._time_unit.add(seconds / self._row_tile.estimate_decode_time(spans))
         self.latest_seconds_per_entry = max(seconds / entries, 1e-9)
         self.prefill_costs.record(entries, seconds)
 
@@ -122,14 +118,19 @@ class CostModel:
         """Return the expected seconds to compute entries after others.
 
         >>> cost_model = CostModel(RowTile(balanced_cells=1000))
-        >>> cost_model.record_prefill(512, 0.512, time_units=512)
+        >>> cost_model.record_prefill(512, 0.512, [(512, 0)])
         >>> cost_model.estimate_prefill_seconds(20, after=0), cost_model.estimate_prefill_seconds(20, after=1990)
         (0.0202, 0.06)
         """
-        if self._row_tile is None or not self.seconds_per_time_unit or not entries:
+        if self._row_tile is None or not len(self._time_unit) or not entries:
             return entries * self.seconds_per_entry
-        time_units = self._row_tile.estimate_decode_time([(entries, after + entries // 2)])
-        return time_units * self.seconds_per_time_unit
+        return self._row_tile.estimate_decode_time([(entries, after + entries // 2)]) * self._time_unit.seconds
+
+    def estimate_seconds_per_entry(self, after: int) -> float:
+        """Return the expected seconds of one entry of a prompt after others, computed in row tiles if there are any."""
+        if self._row_tile is None or not len(self._time_unit):
+            return self.seconds_per_entry
+        return self._row_tile.estimate_time(TILE_ROWS, after) / TILE_ROWS * self._time_unit.seconds
 
     def estimate_copy_seconds(self, entries: int) -> float:
         """Return the expected seconds to copy a sequence between streams: one transfer out and one in."""
